@@ -1,0 +1,5 @@
+"""Booster and its plugins."""
+
+from colonnade.booster.booster import Booster
+
+__all__ = ["Booster"]

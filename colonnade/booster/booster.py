@@ -1,0 +1,125 @@
+"""Booster: the one object that users touch. It implements no parallelism and forwards everything to its plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from colonnade.booster.plugin.plugin_base import Boosted, Plugin
+from colonnade.errors import UsageError
+
+
+class Booster:
+    """Trains a model by the strategy of a plugin.
+
+    Args:
+        plugin: the strategy.
+
+    Example:
+        booster = Booster(plugin=HybridParallelPlugin(tp_size=2, precision="fp32"))
+        model, optimizer, criterion, dataloader, lr_scheduler = booster.boost(model, optimizer)
+        booster.backward(model(**batch).loss, optimizer)
+    """
+
+    def __init__(self, plugin: Plugin) -> None:
+        if not isinstance(plugin, Plugin):
+            raise UsageError(
+                f"Booster(plugin=…) takes a plugin object such as TorchDDPPlugin(), and was given {plugin!r}."
+            )
+        self.plugin = plugin
+
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[[Any, Any], torch.Tensor] | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: Any = None,
+    ) -> Boosted:
+        """Turn plain torch objects into their distributed forms.
+
+        The Parameter objects stay the same, so optimizer groups and schedulers stay valid.
+
+        Returns:
+            (model, optimizer, criterion, dataloader, lr_scheduler), None where None was given.
+
+        Raises:
+            ConfigError, PolicyError: on every rank, before the model has been changed.
+        """
+        return self.plugin.configure(model, optimizer, criterion, dataloader, lr_scheduler)
+
+    def backward(self, loss: torch.Tensor, optimizer: Optimizer) -> None:
+        """Backward pass of a loss that the boosted model returned, with the reduction of gradients."""
+        self.plugin.backward(loss, optimizer)
+
+    def execute_pipeline(
+        self,
+        data_iter: Any,
+        model: nn.Module,
+        criterion: Callable[[Any, Any], torch.Tensor] | None = None,
+        optimizer: Optimizer | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """One global batch: forward, and backward where an optimizer is given and gradients are on. For every plugin.
+
+        Args:
+            data_iter: iterator over this data-parallel rank's shares of global batches.
+            criterion: (outputs, inputs) → loss, a mean over what the batch's labels count; None for the model's own.
+            return_loss, return_outputs: what to return.
+
+        Returns:
+            {"loss": mean over the target tokens of the global batch, the same scalar on every rank; "outputs": this
+            rank's outputs}; None for what was not asked for.
+        """
+        return self.plugin.execute_pipeline(data_iter, model, criterion, optimizer, return_loss, return_outputs)
+
+    def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
+        """Accumulate gradients inside the block without communication over data-parallel ranks.
+
+        Raises:
+            UsageError: the plugin cannot do that.
+        """
+        if not self.plugin.support_no_sync():
+            raise UsageError(f"{type(self.plugin).__name__} reduces gradients in every backward; leave no_sync out.")
+        return self.plugin.no_sync(model, optimizer)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        path: str | Path,
+        shard: bool = True,
+        size_per_shard: int | str = "5GB",
+        tokenizer: Any = None,
+    ) -> None:
+        """Write the model as a folder that transformers' `from_pretrained` loads. All ranks call it.
+
+        Args:
+            path: a new folder, or one that holds an earlier model; that one stays whole until the new one is complete.
+            shard: several files with an index, or one.
+            size_per_shard: largest size of a file, in bytes or as "500MB".
+            tokenizer: saved beside the model where given.
+
+        Raises:
+            CheckpointError: on every rank, with the reason of the rank that failed.
+        """
+        self.plugin.save_model(model, path, shard=shard, size_per_shard=size_per_shard, tokenizer=tokenizer)
+
+    def load_model(self, model: nn.Module, path: str | Path, strict: bool = True) -> None:
+        """Read a folder in the hub's format into the model; each rank reads only the bytes it needs.
+
+        Raises:
+            CheckpointError: on every rank, when files are missing or damaged or belong to another model.
+        """
+        self.plugin.load_model(model, path, strict=strict)
+
+    def prepare_dataloader(self, dataset: Any, batch_size: int, **kwargs: Any) -> DataLoader:
+        """The plugin's data loader; see `plugin.prepare_dataloader`."""
+        return self.plugin.prepare_dataloader(dataset, batch_size, **kwargs)

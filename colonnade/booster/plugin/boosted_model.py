@@ -1,0 +1,87 @@
+"""BoostedModel: what `boost` returns for a model. Calls the user's own forward and sees to the loss it returns."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from colonnade.booster.plugin.batches import check_same_batch, count_targets
+from colonnade.cluster.mesh import ParallelMesh
+from colonnade.precision.precision import cast_inputs
+from colonnade.shardformer.layer.loss import CausalLMLoss, LossAverage, mean_over_ranks
+
+
+class BoostedModel(nn.Module):
+    """The user's model, parallel inside. Attributes and methods of the user's model can be reached through it.
+
+    Args:
+        model: the user's model, sharded or not.
+        mesh: where it lives.
+        average: what its loss function asks over which ranks to average.
+        dtype: format of its parameters; floating-point inputs are cast to it.
+        config: the model's config as it was before sharding, which is what a checkpoint carries.
+        runner: module to call instead of `model` (torch's DistributedDataParallel around it).
+        check_batches: compare the batches of the ranks that must see the same one, at every forward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: ParallelMesh,
+        average: LossAverage,
+        *,
+        dtype: torch.dtype = torch.float32,
+        config: Any = None,
+        runner: nn.Module | None = None,
+        check_batches: bool = False,
+    ) -> None:
+        super().__init__()
+        self.module = runner or model
+        object.__setattr__(self, "_user_model", model)  # not a second registration of the same parameters
+        self.mesh, self.average, self.dtype, self.original_config = mesh, average, dtype, config
+        self.check_batches = check_batches
+        self._takes_use_cache = "use_cache" in inspect.signature(model.forward).parameters
+
+    def unwrap(self) -> nn.Module:
+        """The user's own model."""
+        return self._user_model
+
+    @property
+    def shifts_labels(self) -> bool:
+        """Whether position t is trained to predict label t + 1, so that the first label of a row is no target."""
+        return isinstance(getattr(self._user_model, "loss_function", None), CausalLMLoss)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward; the loss it returns is the mean over the targets of all data-parallel ranks."""
+        with self.average.over(self.mesh.axis("dp") if self.mesh.size("dp") > 1 else None):
+            output = self.run(*args, **kwargs)
+        return self._averaged(output, kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward with the loss of this rank's batch alone, unless `average` says otherwise."""
+        if self.check_batches:
+            check_same_batch((args, kwargs), self.mesh)
+        if self.training and self._takes_use_cache:
+            kwargs.setdefault("use_cache", False)  # a cache of keys and values serves generation only
+        if self.dtype != torch.float32:
+            args, kwargs = cast_inputs(args, self.dtype), cast_inputs(kwargs, self.dtype)
+        return self.module(*args, **kwargs)
+
+    def _averaged(self, output: Any, inputs: dict[str, Any]) -> Any:
+        """Weigh the loss of a model that computes its own, by the labels that count."""
+        loss = getattr(output, "loss", None)
+        if self.mesh.size("dp") == 1 or self.shifts_labels or loss is None or inputs.get("labels") is None:
+            return output
+        count = count_targets(inputs, shifted=False)
+        total = loss * count if count else torch.zeros_like(loss)
+        output["loss"] = mean_over_ranks(total, count, self.mesh.axis("dp"))
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._user_model, name)

@@ -1,0 +1,117 @@
+"""execute_pipeline where there is no pipeline: one batch in micro-batches, one reduction, one loss.
+
+[Note: unequal micro-batches]
+Each micro-batch's loss is a mean over its own targets. It is weighed by (its targets / targets of the global batch), so
+that the sum over micro-batches and ranks is the mean over the global batch, whatever the cut. A micro-batch without a
+target has no mean; it weighs nothing and its backward is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from colonnade.booster.plugin.batches import batch_rows, count_targets, join_outputs, next_batch, split_rows, take_rows
+from colonnade.booster.plugin.boosted_model import BoostedModel
+from colonnade.comm.collectives import all_gather
+from colonnade.errors import UsageError
+from colonnade.precision.optimizer import ParallelOptimizer
+
+
+def run_microbatches(
+    data_iter: Any,
+    model: BoostedModel,
+    criterion: Callable[[Any, Any], torch.Tensor] | None,
+    optimizer: ParallelOptimizer | None,
+    *,
+    microbatch_size: int | None,
+    num_microbatches: int | None,
+    return_loss: bool,
+    return_outputs: bool,
+    no_sync: Callable[[], Any],
+) -> dict[str, Any]:
+    """Forward, and backward if an optimizer is given and gradients are on, over the next batch of `data_iter`.
+
+    Returns:
+        {"loss": the mean over the global batch, the same scalar on every rank, or None; "outputs": of the whole local
+        batch, or None}.
+    """
+    batch = next_batch(data_iter)
+    rows = batch_rows(batch)
+    cuts = split_rows(rows, microbatch_size, num_microbatches)
+    parts = [take_rows(batch, rows, *cut) for cut in cuts]
+    shares = _Shares(batch, parts, model)
+    train = optimizer is not None and torch.is_grad_enabled() and model.training
+    outputs, total = [], None
+    for index, part in enumerate(parts):
+        with ExitStack() as stack:
+            if train and index + 1 < len(parts):
+                stack.enter_context(no_sync())
+            output = _forward(model, part)
+            loss = criterion(output, part) if criterion is not None else _own_loss(output)
+            weight = shares.weights[index]
+            if weight and loss is not None:
+                loss = loss * weight
+                total = loss.detach() if total is None else total + loss.detach()
+                if train:
+                    optimizer.backward(loss)
+            elif train:
+                optimizer.reduce_gradients()
+        if return_outputs:
+            outputs.append(_detached(output))
+    return {
+        "loss": shares.mean(total, model) if return_loss else None,
+        "outputs": join_outputs(outputs, [stop - start for start, stop in cuts]) if return_outputs else None,
+    }
+
+
+class _Shares:
+    """What each micro-batch weighs in the loss of the global batch; see [Note: unequal micro-batches]."""
+
+    def __init__(self, batch: Any, parts: list[Any], model: BoostedModel) -> None:
+        self.dp = model.mesh.axis("dp")
+        if isinstance(batch, Mapping) and batch.get("num_items_in_batch") is not None:
+            self.weights = [1.0] * len(parts)  # the caller's denominator stands in every loss already
+            return
+        counts = [count_targets(part, model.shifts_labels) for part in parts]
+        mine = torch.tensor([float(sum(counts))], dtype=torch.float64, device=next(model.parameters()).device)
+        everywhere = max(float(torch.stack(all_gather(mine, self.dp)).sum()), 1.0)
+        self.weights = [count * self.dp.size / everywhere for count in counts]
+
+    def mean(self, total: torch.Tensor | None, model: BoostedModel) -> torch.Tensor:
+        """The losses of all ranks as one number."""
+        device = next(model.parameters()).device
+        mine = torch.zeros((), dtype=torch.float64, device=device) if total is None else total.double()
+        return (torch.stack(all_gather(mine, self.dp)).sum(0) / self.dp.size).float()
+
+
+def _forward(model: BoostedModel, part: Any) -> Any:
+    if isinstance(part, Mapping):
+        return model.run(**part)
+    return model.run(*part) if isinstance(part, (list, tuple)) else model.run(part)
+
+
+def _own_loss(output: Any) -> torch.Tensor:
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None:
+        raise UsageError(
+            "the model returned no loss: give labels in the batch, or a criterion(outputs, inputs) to execute_pipeline."
+        )
+    return loss
+
+
+def _detached(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output.detach()
+    if isinstance(output, Mapping):
+        return (
+            type(output)({key: _detached(value) for key, value in output.items()})
+            if type(output) is dict
+            else {key: _detached(value) for key, value in output.items() if value is not None}
+        )
+    if isinstance(output, (list, tuple)):
+        return tuple(_detached(item) for item in output)
+    return output

@@ -1,0 +1,48 @@
+"""Bringing all ranks to the same starting point before a model is split."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from colonnade.cluster.device import current_device, get_rng_state, set_rng_state
+from colonnade.cluster.log import get_logger
+from colonnade.cluster.mesh import ParallelMesh
+from colonnade.cluster.streams import seed_replica
+from colonnade.comm.collectives import all_gather_object, broadcast
+
+log = get_logger(__name__)
+
+
+def start_alike(model: nn.Module, mesh: ParallelMesh) -> None:
+    """Give every rank rank 0's weights, if they differ, and its random state, apart for each data-parallel replica.
+
+    Within a replica all ranks then draw the same dropout masks outside sharded regions; replicas draw different ones.
+    """
+    if mesh.world.size > 1:
+        _same_weights(model, mesh)
+        _same_random_state(mesh)
+    seed_replica(torch.initial_seed(), mesh.rank("dp"))
+
+
+def _same_weights(model: nn.Module, mesh: ParallelMesh) -> None:
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(t.is_meta for t in tensors):
+        return
+    fingerprint = [(t.shape, float(t.detach().double().sum()), float(t.detach().double().norm())) for t in tensors]
+    if all(other == fingerprint for other in all_gather_object(fingerprint, mesh.world)):
+        return
+    log.warning("the ranks built different weights; all take those of rank 0")
+    for tensor in tensors:
+        data = tensor.detach().contiguous()
+        broadcast(data, mesh.world)
+        tensor.data.copy_(data)
+
+
+def _same_random_state(mesh: ParallelMesh) -> None:
+    device = current_device()
+    states = {place: get_rng_state(place) for place in dict.fromkeys((torch.device("cpu"), device))}
+    seed = torch.tensor([torch.initial_seed() & (2**63 - 1)], dtype=torch.int64, device=device)
+    torch.manual_seed(int(broadcast(seed, mesh.world)))  # what torch.initial_seed() reads from now on
+    for place, state in states.items():
+        set_rng_state(place, broadcast(state.to(device), mesh.world).cpu())

@@ -1,0 +1,101 @@
+"""TorchDDPPlugin: data parallelism by torch's DistributedDataParallel. Any module, no policy."""
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from colonnade.booster.plugin.plugin_base import Boosted, DPPluginBase, boosted_model, pristine_config
+from colonnade.booster.plugin.start import start_alike
+from colonnade.cluster.device import current_device
+from colonnade.cluster.mesh import Axis, ParallelMesh
+from colonnade.comm.collectives import all_reduce_async
+from colonnade.precision.optimizer import ParallelOptimizer
+from colonnade.precision.precision import cast_parameters
+from colonnade.shardformer.layer.loss import CausalLMLoss, LossAverage, takes_causal_lm_loss
+
+
+class TorchDDPPlugin(DPPluginBase):
+    """Every rank holds the whole model and a share of the batch; torch's DDP averages the gradients.
+
+    Args:
+        broadcast_buffers, bucket_cap_mb, find_unused_parameters, gradient_as_bucket_view, static_graph: as
+            torch.nn.parallel.DistributedDataParallel, which see.
+        precision: "bf16" (parameters and activations in bf16, optimizer on float32 master weights) or "fp32".
+        max_norm: gradients are clipped to this global norm; 0 leaves them.
+        num_microbatches, microbatch_size: how `execute_pipeline` cuts a batch; by default not at all.
+    """
+
+    def __init__(
+        self,
+        broadcast_buffers: bool = True,
+        bucket_cap_mb: float = 25,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        *,
+        precision: str = "bf16",
+        max_norm: float = 0.0,
+        num_microbatches: int | None = None,
+        microbatch_size: int | None = None,
+    ) -> None:
+        super().__init__(ParallelMesh(), precision, max_norm, microbatch_size, num_microbatches, check_batches=False)
+        self.ddp_options: dict[str, Any] = {
+            "bucket_cap_mb": bucket_cap_mb,
+            "find_unused_parameters": find_unused_parameters,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "static_graph": static_graph,
+        }
+        if not broadcast_buffers:
+            # torch 2.13 renamed the option
+            newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+            self.ddp_options["forward_sync_buffers" if newer else "broadcast_buffers"] = False
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[[Any, Any], torch.Tensor] | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: Any = None,
+    ) -> Boosted:
+        config, average = pristine_config(model), LossAverage()
+        start_alike(model, self.mesh)
+        if takes_causal_lm_loss(model):
+            model.loss_function = CausalLMLoss(average)
+        model = model.to(current_device())
+        parallel_optimizer = None
+        if optimizer is not None:
+            parallel_optimizer = ParallelOptimizer(optimizer, self.mesh, self.dtype, self.max_norm)
+        cast_parameters(model, self.dtype)
+        boosted = self.wrap(model, average, parallel_optimizer, config, self._parallel(model))
+        return boosted, parallel_optimizer, criterion, dataloader, lr_scheduler
+
+    def _parallel(self, model: nn.Module) -> nn.Module | None:
+        axis = self.mesh.axis("dp")
+        if axis.size == 1 or not any(p.requires_grad for p in model.parameters()):
+            return None
+        ddp = DistributedDataParallel(model, process_group=axis.group, **self.ddp_options)
+        ddp.register_comm_hook(axis, average_bucket)
+        return ddp
+
+    def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
+        module = boosted_model(model).module
+        return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
+
+    def __repr__(self) -> str:
+        return f"TorchDDPPlugin({self.mesh!r}, {self.precision})"
+
+
+def average_bucket(axis: Axis, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP's communication hook: the same all-reduce as its own, entered in the ledger."""
+    flat = bucket.buffer().div_(axis.size)
+    work = all_reduce_async(flat, axis)
+    return work.get_future().then(lambda future: future.value()[0])

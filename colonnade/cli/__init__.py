@@ -1,0 +1,1 @@
+"""The command `colonnade`: arguments and printing, nothing else."""

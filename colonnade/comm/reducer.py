@@ -1,0 +1,136 @@
+"""GradientReducer: averages gradients over an axis while the backward pass is still running.
+
+[Note: buckets in order]
+Gradients become ready from the last layer to the first. They are collected in flat buckets in that order; a bucket whose
+gradients are all ready is reduced while backward goes on. Every rank launches the buckets in the same order, whatever
+the order in which they fill, so that collectives always meet their counterparts.
+
+[Note: parameters without a gradient]
+A parameter may have got a gradient on one rank and none on another. After the backward the ranks tell each other in one
+small exchange whether anything was missing; only then do they compare parameter by parameter. A parameter that no rank
+used keeps no gradient at all, so that the optimizer passes over it, as in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from colonnade.cluster.mesh import Axis
+from colonnade.comm.collectives import all_gather, all_reduce_async, wait
+
+
+class _Bucket:
+    """Parameters whose gradients travel in one flat buffer. Gradients are views of it after the first reduction."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params = params
+        self.waiting = set(params)
+        self.work: dist.Work | None = None
+        self.launched = False
+        self._flat: torch.Tensor | None = None
+        self._views: dict[nn.Parameter, torch.Tensor] = {}
+
+    def reset(self) -> None:
+        self.waiting, self.work, self.launched = set(self.params), None, False
+
+    def flat(self) -> torch.Tensor:
+        """The buffer, filled with the present gradients, zero where there is none."""
+        if self._flat is None or self._flat.dtype != self.params[0].dtype:
+            self._flat = self.params[0].new_empty(sum(p.numel() for p in self.params))
+            pieces = self._flat.split([p.numel() for p in self.params])
+            self._views = {p: piece.view(p.shape) for p, piece in zip(self.params, pieces)}
+        for param, view in self._views.items():
+            if param.grad is None:
+                view.zero_()
+            elif param.grad.data_ptr() != view.data_ptr():
+                view.copy_(param.grad)
+                param.grad = view
+        return self._flat
+
+    def adopt(self, param: nn.Parameter) -> None:
+        """Give a parameter that had no gradient on this rank the one that others found."""
+        param.grad = self._views[param]
+
+
+class GradientReducer:
+    """Averages the gradients of parameters over an axis.
+
+    Args:
+        parameters: those that train, in the order of the model.
+        axis: the ranks to average over (data parallel).
+        bucket_bytes: size at which a bucket is closed.
+
+    Traffic: one all-reduce of every gradient element a step, and one all-gather of a single number.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], axis: Axis, bucket_bytes: int = 8 << 20) -> None:
+        self.axis = axis
+        self.buckets = [_Bucket(group) for group in _group(parameters, bucket_bytes)] if axis.size > 1 else []
+        self._home = {param: bucket for bucket in self.buckets for param in bucket.params}
+        self._next = 0
+        self._paused = False
+        for param in self._home:
+            param.register_post_accumulate_grad_hook(self._ready)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Only accumulate inside the block; the next backward outside it reduces everything accumulated."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def _ready(self, param: nn.Parameter) -> None:
+        if self._paused:
+            return
+        self._home[param].waiting.discard(param)
+        while self._next < len(self.buckets) and not self.buckets[self._next].waiting:
+            self._launch(self.buckets[self._next])
+
+    def _launch(self, bucket: _Bucket) -> None:
+        flat = bucket.flat().mul_(1.0 / self.axis.size)
+        bucket.work, bucket.launched = all_reduce_async(flat, self.axis), True
+        self._next += 1
+
+    def finish(self) -> None:
+        """Reduce what has not been, and wait for all of it. Call after each backward that is not paused."""
+        if self._paused or not self.buckets:
+            return
+        unused = [p for bucket in self.buckets for p in bucket.params if p.grad is None]
+        for bucket in self.buckets[self._next :]:
+            self._launch(bucket)
+        missing = torch.stack(all_gather(next(iter(self._home)).new_full((1,), float(bool(unused))), self.axis))
+        for bucket in self.buckets:
+            wait(bucket.work, self.axis)
+            bucket.reset()
+        self._next = 0
+        if missing.any():
+            self._complete(set(unused))
+
+    def _complete(self, unused: set[nn.Parameter]) -> None:
+        params = list(self._home)
+        mine = torch.tensor([float(p not in unused) for p in params], device=params[0].device)
+        used = torch.stack(all_gather(mine, self.axis)).amax(0).tolist()
+        for param, by_any in zip(params, used):
+            if by_any and param in unused:
+                self._home[param].adopt(param)
+
+
+def _group(parameters: Iterable[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    """Buckets in the order in which gradients become ready, of one dtype and device each."""
+    groups: list[list[nn.Parameter]] = []
+    size, kind = 0, None
+    for param in reversed([p for p in parameters if p.requires_grad]):
+        nbytes = param.numel() * param.element_size()
+        if not groups or kind != (param.dtype, param.device) or size + nbytes > bucket_bytes:
+            groups.append([])
+            size, kind = 0, (param.dtype, param.device)
+        groups[-1].append(param)
+        size += nbytes
+    return groups

@@ -1,0 +1,1 @@
+"""Facts about a model that every room reads: how its tensors lie over ranks, where it begins, repeats and ends."""

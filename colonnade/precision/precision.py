@@ -1,0 +1,48 @@
+"""Precision: the number format a model computes in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from colonnade.errors import ConfigError, explain
+
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def parse_precision(precision: str) -> torch.dtype:
+    """The dtype for "fp32" or "bf16".
+
+    Raises:
+        ConfigError: any other word; "fp16" needs a loss scale, which is not there yet.
+    """
+    if precision in FORMATS:
+        return FORMATS[precision]
+    reason = "fp16 needs a loss scale, which this version does not have" if precision == "fp16" else "no such format"
+    raise ConfigError(
+        explain(
+            f"precision={precision!r} is not available.", [("reason", reason), ("try", 'precision="bf16" or "fp32"')]
+        )
+    )
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast floating-point parameters in place. Buffers keep their format: rotary frequencies rounded to 16 bits are wrong."""
+    for param in model.parameters():
+        if param.is_floating_point() and param.dtype != dtype:
+            grad, param.grad = param.grad, None
+            param.data = param.data.to(dtype)
+            param.grad = None if grad is None else grad.to(dtype)
+
+
+def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors among a model's inputs, in the model's format; everything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: cast_inputs(item, dtype) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(cast_inputs(item, dtype) for item in value)
+    return value

@@ -1,0 +1,23 @@
+"""Llama, and the models whose blocks carry the same names."""
+
+from colonnade.model.spine import Spine
+from colonnade.shardformer.policy import Policy
+from colonnade.shardformer.words import col, head_norm, lm_head, norm, row, vocab_embedding
+
+HEADS = "num_key_value_heads"
+
+
+class LlamaPolicy(Policy):
+    families = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    spine = Spine(base="model", embed="embed_tokens", blocks="layers", norm="norm", head="lm_head")
+
+    def module_policy(self):
+        name = self.family
+        attention = col("q_proj", "k_proj", "v_proj", units=HEADS) + row("o_proj", units=HEADS)
+        return {
+            f"{name}Attention": attention + head_norm("q_norm", "k_norm", optional=True),
+            f"{name}MLP": col("gate_proj", "up_proj") + row("down_proj"),
+            f"{name}DecoderLayer": norm("input_layernorm", "post_attention_layernorm"),
+            f"{name}Model": vocab_embedding("embed_tokens") + norm("norm"),
+            f"{name}ForCausalLM": lm_head("lm_head"),
+        }

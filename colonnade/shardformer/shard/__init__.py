@@ -1,0 +1,1 @@
+"""The sharder: matches a policy with a model, checks it, applies it."""

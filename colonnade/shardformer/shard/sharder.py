@@ -1,0 +1,157 @@
+"""ModelSharder: applies a policy to a model, in place."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from colonnade.errors import PolicyError, explain
+from colonnade.model.layout import deal, has_layout, layout_of, set_layout
+from colonnade.shardformer.description import LocalShare
+from colonnade.shardformer.layer.head import VocabParallelLMHead1D
+from colonnade.shardformer.layer.linear import ColumnParallel, RowParallel
+from colonnade.shardformer.layer.logits import WholeLogits
+from colonnade.shardformer.layer.loss import CausalLMLoss, LossAverage, takes_causal_lm_loss
+from colonnade.shardformer.layer.region import Region
+from colonnade.shardformer.policy import Policy
+from colonnade.shardformer.roles import Role, form_for
+from colonnade.shardformer.shard.plan import Match, Replacement, check_divisible, config_number, match
+from colonnade.shardformer.shard.shard_config import ShardConfig
+
+
+class ModelSharder:
+    """Applies one policy to one model: preprocess, match, check, replace, postprocess.
+
+    Nothing is changed before the policy has been found to fit, except by the policy's own `preprocess`.
+
+    Args:
+        model: the model to shard, in place.
+        policy: what to do with it.
+        shard_config: how it is split.
+        average: where the loss function learns over which data-parallel ranks to average; a new one by default.
+    """
+
+    def __init__(
+        self, model: nn.Module, policy: Policy, shard_config: ShardConfig, average: LossAverage | None = None
+    ) -> None:
+        self.model, self.policy, self.shard_config = model, policy, shard_config
+        self.average = average or LossAverage()
+        self.axis = shard_config.axis
+        self.replaced: list[tuple[str, str]] = []
+
+    def shard(self) -> list[dict[str, nn.Parameter]]:
+        """Do it, and return the groups of names under which one parameter is known (tied weights)."""
+        self.policy.set_model(self.model)
+        self.policy.set_shard_config(self.shard_config)
+        self.policy.config_sanity_check()
+        self.model = self.policy.preprocess() or self.model
+        self.policy.set_model(self.model)
+        matches = match(self.model, self.policy.module_policy(), type(self.policy).__name__)
+        if self.axis.size > 1:
+            check_divisible(matches, self.axis.size, type(self.model).__name__)
+        for found in matches:
+            self._apply(found)
+        self.model = self.policy.postprocess() or self.model
+        self._check_owners()
+        self._name_layouts()
+        self._open_doors()
+        return shared_parameters(self.model)
+
+    def _apply(self, found: Match) -> None:
+        description = found.description
+        for path, value in description.attribute_replacement.items():
+            self._set_attribute(found, path, value)
+        for change in description.param_replacement:
+            change(found.module)
+        region = self._region_for(found)
+        for replacement in found.replacements:
+            parent, _, leaf = replacement.name.rpartition(".")
+            setattr(self.model.get_submodule(parent), leaf, self._make(replacement, region))
+        for name, function in description.method_replacement.items():
+            setattr(found.module, name, MethodType(function, found.module))
+
+    def _make(self, replacement: Replacement, region: Region) -> nn.Module:
+        kwargs = {key: value for key, value in replacement.kwargs.items() if key != "units_name"}
+        target = form_for(replacement.target, replacement.native)
+        self.replaced.append((replacement.name, getattr(target, "__name__", str(target))))
+        if isinstance(target, type) and issubclass(target, Role):
+            return target.apply(replacement.native, self.shard_config, self.axis)
+        linear = isinstance(target, type) and issubclass(target, (ColumnParallel, RowParallel))
+        if linear and not issubclass(target, VocabParallelLMHead1D):
+            kwargs.setdefault("region", region)
+        return target.from_native_module(replacement.native, self.axis, **kwargs)
+
+    def _region_for(self, found: Match) -> Region:
+        """The column-parallel layers of one module share its region; see [Note: entering once]."""
+        columns = [r for r in found.replacements if isinstance(r.target, type) and issubclass(r.target, ColumnParallel)]
+        region = Region(self.axis, max(1, len(columns)))
+        if columns:
+            region.watch(found.module)
+        return region
+
+    def _set_attribute(self, found: Match, path: str, value: Any) -> None:
+        *parents, leaf = path.split(".")
+        owner: Any = found.module
+        for part in parents:
+            owner = getattr(owner, part)
+        if isinstance(value, LocalShare):
+            value = self._local_share(owner, leaf, value, found)
+        setattr(owner, leaf, value)
+
+    def _local_share(self, owner: Any, name: str, share: LocalShare, found: Match) -> int:
+        whole = getattr(owner, name, None)
+        if not isinstance(whole, int):
+            raise PolicyError(f"{type(owner).__name__} keeps no whole number {name!r} that could be shared out.")
+        units = share.units if share.units is not None else whole
+        if isinstance(units, str):
+            units = config_number(self.model, units, found.module)
+        start, stop = deal(units, self.axis.size)[self.axis.rank]
+        return (stop - start) * (whole // units)
+
+    def _check_owners(self) -> None:
+        """A split weight may only be used by layers that know it is split (a tied head left out of the policy does not)."""
+        for name, module in self.model.named_modules():
+            for leaf, param in module.named_parameters(recurse=False):
+                if has_layout(param) and layout_of(param).sharded_axes and not hasattr(module, "axis"):
+                    raise PolicyError(
+                        explain(
+                            f"{name}.{leaf} shares its weight with a layer that the policy splits, but is itself left whole.",
+                            [
+                                ("module", f"{name} ({type(module).__name__})"),
+                                ("try", f'lm_head("{name}") in the policy'),
+                            ],
+                        )
+                    )
+
+    def _name_layouts(self) -> None:
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, param in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(param, []).append(name)
+        for param, keys in names.items():
+            if has_layout(param):
+                set_layout(param, layout_of(param).named(*keys))
+
+    def _open_doors(self) -> None:
+        """Loss and logits of a model whose head is split by vocabulary."""
+        head = next((m for m in self.model.modules() if isinstance(m, VocabParallelLMHead1D)), None)
+        causal = takes_causal_lm_loss(self.model)
+        if head is not None and self.axis.size > 1 and not head.gather_output:
+            if causal:
+                self.model.register_forward_hook(WholeLogits(head))
+            else:  # the model's own loss needs whole logits
+                head.gather_output = True
+        if causal:
+            split = head is not None and self.axis.size > 1 and not head.gather_output
+            self.model.loss_function = CausalLMLoss(
+                self.average, self.axis if split else None, head.vocab_size if split and head is not None else None
+            )
+
+
+def shared_parameters(model: nn.Module) -> list[dict[str, nn.Parameter]]:
+    """Groups of state-dict names that are one parameter."""
+    groups: dict[nn.Parameter, dict[str, nn.Parameter]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(param, {})[name] = param
+    return [group for group in groups.values() if len(group) > 1]

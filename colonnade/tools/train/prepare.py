@@ -1,0 +1,194 @@
+"""What is done once, before the ranks start: checks, text, tokenizer, tokens, and the model to start from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from colonnade.errors import ConfigError, explain
+from colonnade.tools.train.corpus import TokenSequences, evenly_spaced, join_tokens, unigram_entropy
+from colonnade.tools.train.options import TrainOptions
+from colonnade.tools.train.output import check_output, claim_output, remove_work
+from colonnade.tools.train.presets import preset_config
+from colonnade.tools.train.source import ModelFiles, check_layout, find_model
+from colonnade.tools.train.text import Split, read_documents, split_documents
+from colonnade.tools.train.vocabulary import encode_documents, learn_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+PLAN = "plan.json"
+TRAIN_TOKENS = "train.npy"
+HELD_OUT_TOKENS = "held_out.npy"
+TOKENIZER = "tokenizer"
+START = "start"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the ranks are told: the options, and what was found out before they started."""
+
+    options: TrainOptions
+    start: Path  # folder with the configuration, and the weights unless `from_scratch`
+    from_scratch: bool
+    train_tokens: int
+    train_texts: int
+    held_out_texts: int
+    held_out_rows: tuple[int, ...]  # the held-out sequences that are measured
+    unigram_entropy: float  # nats per token
+
+    def write(self, work: Path) -> None:
+        """Put the plan where the ranks find it."""
+        plain = asdict(self) | {"options": self.options.to_json(), "start": str(self.start)}
+        (work / PLAN).write_text(json.dumps(plain), encoding="utf-8")
+
+    @classmethod
+    def read(cls, work: Path) -> Plan:
+        """The plan in a work folder."""
+        plain = json.loads((work / PLAN).read_text(encoding="utf-8"))
+        plain["options"] = TrainOptions.from_json(plain["options"])
+        plain["start"] = Path(plain["start"])
+        plain["held_out_rows"] = tuple(plain["held_out_rows"])
+        return cls(**plain)
+
+
+def prepare(options: TrainOptions, say: Callable[[str], None]) -> Path:
+    """Check the options against the files, turn the text into tokens, and fill the work folder of the output.
+
+    Nothing is written before everything has been checked.
+
+    Args:
+        say: takes lines that tell the person what is going on.
+
+    Returns:
+        The work folder, which a rank needs to take part in the run.
+
+    Raises:
+        ConfigError: for an output that may not be replaced, a model or a text that is not there or does not fit.
+    """
+    given = [path for path in (options.model.path, options.data.path) if path is not None]
+    check_output(options.output.folder, options.output.overwrite, tuple(given))
+    source = None if options.model.path is None else find_model(options.model.path)
+    config = None if source is None else source.config()
+    _check_positions(options, config)
+    check_layout(config or _preset_config(options, None), options.layout.tp)
+    split = split_documents(
+        read_documents(options.data.path, leave_out=options.output.folder), options.data.held_out_percent
+    )
+    if source is None:
+        tokenizer = learn_tokenizer(split.train, options.model.vocab_size, options.data.sequence)
+        say(f"learned a vocabulary of {len(tokenizer):,} tokens from {len(split.train):,} texts")
+        config = _preset_config(options, tokenizer)
+    else:
+        tokenizer = source.tokenizer()
+    train, held_out = (join_tokens(encode_documents(tokenizer, part)) for part in (split.train, split.held_out))
+    _check_amount(options, train, held_out)
+    _check_vocabulary(config, train, held_out)
+    say(f"training text {len(train):,} tokens, held-out text {len(held_out):,} tokens ({len(split.held_out):,} texts)")
+    plan = _plan(options, source, split, train, held_out, config)
+
+    work = claim_output(options.output.folder, options.to_json())
+    try:
+        np.save(work / TRAIN_TOKENS, train)
+        np.save(work / HELD_OUT_TOKENS, held_out)
+        tokenizer.save_pretrained(work / TOKENIZER)
+        plan = _write_start(plan, source, config, work, say)
+        plan.write(work)
+    except BaseException:
+        remove_work(options.output.folder)
+        raise
+    return work
+
+
+def _plan(
+    options: TrainOptions,
+    source: ModelFiles | None,
+    split: Split,
+    train: np.ndarray,
+    held_out: np.ndarray,
+    config: PretrainedConfig,
+) -> Plan:
+    length = options.data.sequence
+    sequences = TokenSequences(held_out, length)
+    rows = evenly_spaced(len(sequences), max(1, options.data.eval_tokens // length))
+    # The first token of a sequence is given, not predicted.
+    targets = np.concatenate([held_out[row * length + 1 : (row + 1) * length] for row in rows])
+    vocab_size = config.get_text_config().vocab_size
+    return Plan(
+        options=options,
+        start=Path() if source is None else source.folder,
+        from_scratch=source is None,
+        train_tokens=len(train),
+        train_texts=len(split.train),
+        held_out_texts=len(split.held_out),
+        held_out_rows=tuple(rows),
+        unigram_entropy=unigram_entropy(train, targets, vocab_size),
+    )
+
+
+def _write_start(
+    plan: Plan, source: ModelFiles | None, config: PretrainedConfig, work: Path, say: Callable[[str], None]
+) -> Plan:
+    """Where the start is not a model folder already, write one (a configuration alone for a model from scratch)."""
+    fields: dict[str, Any] = {key: getattr(plan, key) for key in Plan.__dataclass_fields__}
+    if source is None:
+        config.save_pretrained(work / START)
+    elif source.gguf_file is not None:
+        say(f"expanding {source.gguf_file} to float32")
+        source.expand(work / START)
+    else:
+        return plan
+    return Plan(**fields | {"start": work / START})
+
+
+def _preset_config(options: TrainOptions, tokenizer: PreTrainedTokenizerBase | None) -> PretrainedConfig:
+    """Configuration of the preset; with a vocabulary of the size asked for while none has been learned."""
+    return preset_config(
+        options.model.preset or "",
+        vocab_size=options.model.vocab_size if tokenizer is None else len(tokenizer),
+        positions=options.data.sequence,
+        bos=None if tokenizer is None else tokenizer.bos_token_id,
+        eos=None if tokenizer is None else tokenizer.eos_token_id,
+        pad=None if tokenizer is None else tokenizer.pad_token_id,
+    )
+
+
+def _check_positions(options: TrainOptions, config: PretrainedConfig | None) -> None:
+    positions = None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and options.data.sequence > positions:
+        raise ConfigError(
+            explain(
+                f"--seq {options.data.sequence} is longer than the model's {positions} positions.",
+                [("try", f"--seq {positions}")],
+            )
+        )
+
+
+def _check_amount(options: TrainOptions, train: np.ndarray, held_out: np.ndarray) -> None:
+    length, batch = options.data.sequence, options.optimizer.batch
+    rows = []
+    if len(train) // length < batch:
+        found = f"{len(train):,} tokens = {len(train) // length} sequences"
+        rows.append(("training text", f"{found}, fewer than a batch of {batch}"))
+    if len(held_out) < length:
+        rows.append(("held-out text", f"{len(held_out):,} tokens, fewer than a sequence of {length}"))
+    if rows:
+        advice = "more text (--data), shorter sequences (--seq), a smaller --batch, or another --held-out"
+        rows.append(("try", advice))
+        raise ConfigError(explain("there is too little text for this run.", rows))
+
+
+def _check_vocabulary(config: PretrainedConfig, train: np.ndarray, held_out: np.ndarray) -> None:
+    largest, vocab_size = max(int(train.max()), int(held_out.max())), config.get_text_config().vocab_size
+    if largest >= vocab_size:
+        raise ConfigError(
+            explain(
+                "the tokenizer does not belong to the model.",
+                [("tokenizer", f"gives token {largest}"), ("model", f"has a vocabulary of {vocab_size}")],
+            )
+        )
