@@ -8,15 +8,19 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
 
 import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 from colonnade.testing import ranks  # noqa: E402
 
 torch.set_num_threads(1)
+settings.register_profile("colonnade", deadline=None, derandomize=True)  # the machine may be slow, the examples the same
+settings.load_profile("colonnade")
 
 
-def pytest_sessionstart(session):
-    if not session.config.option.collectonly:
-        ranks.preload()  # imports go on in the background while tests are collected
+def pytest_collection_finish(session):
+    needed = any({"run_on_ranks", "on_ranks"} & vars(item.module).keys() for item in session.items if hasattr(item, "module"))
+    if needed and not session.config.option.collectonly:
+        ranks.preload()  # its imports go on in the background while the first tests run
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -33,6 +33,7 @@ from colonnade.errors import CheckpointError, explain
 from colonnade.model.layout import layout_of
 
 log = logging.getLogger(__name__)
+MAPPED_BYTES = 64 * 2**20  # of a file, before it is closed and opened again
 UNCHANGED = ("left", "the model as it was: no weight has been changed")
 
 
@@ -140,15 +141,29 @@ class _Reader:
     @torch.no_grad()
     def copy(self) -> None:
         """Fill every tensor that has a value in the folder."""
-        by_file: dict[Path, list[tuple[str, torch.Tensor]]] = {}
-        for key, tensor in self.match.direct:
-            by_file.setdefault(self.stored[key].file, []).append((key, tensor))
-        for file, entries in by_file.items():
+        for file, entries in self._runs():
             with _naming(file), open_weights(file) as opened:
                 for key, tensor in entries:
                     self._copy_boxes(tensor, functools.partial(self._read, opened, key))
         for group in self.match.converted:
             self._copy_converted(group)
+
+    def _runs(self) -> Iterator[tuple[Path, list[tuple[str, torch.Tensor]]]]:
+        """What to read while a file is open once: files are mapped, and what was touched stays until it is closed."""
+        by_file: dict[Path, list[tuple[str, torch.Tensor]]] = {}
+        for key, tensor in self.match.direct:
+            by_file.setdefault(self.stored[key].file, []).append((key, tensor))
+        for file, entries in by_file.items():
+            run: list[tuple[str, torch.Tensor]] = []
+            mapped = 0
+            for key, tensor in entries:
+                nbytes = math.prod(self.stored[key].shape) * tensor.element_size()
+                if run and mapped + nbytes > MAPPED_BYTES:
+                    yield file, run
+                    run, mapped = [], 0
+                run.append((key, tensor))
+                mapped += nbytes
+            yield file, run
 
     def _copy_converted(self, group: Converted) -> None:
         """Read all parts of a conversion whole, convert, and keep the boxes; one group in memory at a time."""
@@ -159,7 +174,7 @@ class _Reader:
                 parts.append((key, pattern, self._read(opened, key, None)))
         made = self.rules.convert(group.name, parts)
         for name, tensor in group.targets.items():
-            self._copy_boxes(tensor, lambda slices, whole=made[name]: whole if slices is None else whole[slices])
+            self._copy_boxes(tensor, functools.partial(_slice, made[name]))
 
     def _read(self, opened: Any, key: str, slices: tuple[slice, ...] | None) -> torch.Tensor:
         value = opened.get_tensor(key) if slices is None else opened.get_slice(key)[slices]
@@ -173,6 +188,10 @@ class _Reader:
             if math.prod(box.extent):
                 local[box.local_slices].copy_(read(None if box.extent == layout.shape else box.logical_slices))
         self.loaded += 1
+
+
+def _slice(whole: torch.Tensor, slices: tuple[slice, ...] | None) -> torch.Tensor:
+    return whole if slices is None else whole[slices]
 
 
 @contextmanager

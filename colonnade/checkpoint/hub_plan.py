@@ -122,7 +122,8 @@ def _tied_groups(tensors: Iterable[Held]) -> dict[str, list[str]]:
 
 def _plan_gather(names: tuple[str, ...], holders: list[tuple[int, Held]]) -> Gather:
     first = holders[0][1]
-    sources, boxes = [], set()
+    sources: list[Source] = []
+    boxes: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     for rank, held in holders:
         if (held.layout.shape, held.dtype) != (first.layout.shape, first.dtype):
             raise CheckpointError(

@@ -98,12 +98,17 @@ class _Save:
             held = self._announce()
             if self.is_writer:
                 save_small_files(self.model, self.folder.open(), config, tokenizer)
-        announced = self.attempt.agree(held)
+        announced = self._agree(held)
         plan = None
         with self.attempt:
             if self.is_writer:
                 plan = self._plan(announced, limit)
-        return self.attempt.agree(plan)[WRITER]
+        return self._agree(plan)[WRITER]
+
+    def _agree(self, value: Any = None) -> list[Any]:
+        if self.attempt.error is not None:
+            self.folder.discard()  # first: whoever hears of the failure finds no trace of it
+        return self.attempt.agree(value)
 
     def _announce(self) -> list[Held]:
         """What this rank can send, and remember where it is."""
@@ -145,7 +150,7 @@ class _Save:
                 tensors = {key: self.gathered.pop(key).contiguous() for key in file.keys}
                 write_weights(tensors, self.folder.staging / file.name)
                 del tensors
-        self.attempt.agree()
+        self._agree()
 
     def _gather(self, gather: Gather) -> torch.Tensor | None:
         """The whole tensor, in host memory, on the writer; None on the other ranks, and on a writer that has failed."""
@@ -186,7 +191,7 @@ class _Save:
             if self.is_writer:
                 write_index(plan, self.folder.staging)
                 self.folder.commit()
-        self.attempt.agree()
+        self._agree()
 
 
 def _is_first_holder(mesh: ParallelMesh, sharded_axes: tuple[str, ...]) -> bool:

@@ -30,7 +30,7 @@ def is_transformers_model(model: nn.Module) -> bool:
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
-def save_small_files(model: nn.Module, folder: Path, config: Any, tokenizer: Any) -> None:
+def save_small_files(model: Any, folder: Path, config: Any, tokenizer: Any) -> None:
     """Write what save_pretrained writes beside the weights: config, generation config, custom code, tokenizer.
 
     Args:
@@ -62,7 +62,7 @@ class SaveRules:
         CheckpointError: where a conversion takes several tensors (Note: weights that the hub stores differently).
     """
 
-    def __init__(self, model: nn.Module, logical: Sequence[tuple[tuple[str, ...], torch.Tensor]]) -> None:
+    def __init__(self, model: Any, logical: Sequence[tuple[tuple[str, ...], torch.Tensor]]) -> None:
         self.model = model
         self._tied_patterns = _tied_patterns(model) if is_transformers_model(model) else None
         kept = {name: torch.empty_like(meta) for names, meta in logical for name in self.kept_names(names)}
@@ -116,7 +116,7 @@ def _cannot_convert(model: nn.Module, reason: str) -> CheckpointError:
 
 
 def _tied_patterns(model: nn.Module) -> list[str]:
-    patterns = []
+    patterns: list[str] = []
     for name, module in model.named_modules():
         declared = getattr(module, "_tied_weights_keys", None) or {}
         patterns.extend(f"{name}.{key}" if name else key for key in declared)
@@ -135,7 +135,7 @@ class LoadRules:
         prefix: what the names of the base model begin with inside a model with a head ("model", "transformer"), or "".
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
         self.prefix: str = getattr(model, "base_model_prefix", "") or ""
         self._renamings: list[Any] = []

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -183,6 +184,7 @@ def _nodes(args: argparse.Namespace) -> Nodes:
 
 
 def _config(nproc: int, nodes: Nodes, folder: str) -> LaunchConfig:
+    where: dict[str, Any]
     if nodes.count == 1:
         where = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
         job = str(uuid.uuid4())
@@ -269,11 +271,13 @@ def _page(failures: dict[int, ProcessFailure], world_size: int, seconds: float) 
     others = sorted(set(failures) - {rank})
     record = _recorded(first)
     rows = [("how", _how(first))]
-    if record is not None and record.cause_rank not in (None, *failures):  # it failed on another machine
+    if (
+        record is not None and record.cause_rank is not None and record.cause_rank not in failures
+    ):  # it failed on another machine
         others, rank = sorted(failures), record.cause_rank
         rows = [("error", record.message), ("where", f"the output on the machine of rank {rank}")]
     elif record is not None:
-        rows += [("error", record.message), ("where", f"its traceback is above: “rank {rank} of {world_size} failed”")]
+        rows += [("error", record.message), ("where", f"above, at “rank {rank} of {world_size} failed”")]
     if others:
         rows.append(("others", f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others))} ended with it"))
     head = f"\ncolonnade run: rank {rank} of {world_size} failed after {seconds:.1f} s, and the job was ended."

@@ -11,7 +11,8 @@ import torch
 
 def device_type() -> str:
     """Name of the device type that computes: the accelerator's where there is one, else "cpu"."""
-    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if accelerator is None else accelerator.type
 
 
 def backend() -> str:

@@ -34,7 +34,8 @@ _POLL_S = 0.5  # how often the watchdog asks the store
 _RECORD_S = 2.0  # how long a consequence waits for its cause to be published
 _ACKNOWLEDGE_S = 1.5  # how long the first to fail waits for the others; three polls
 _LINGER_S = 2.0  # how long the others stay after that; more than _ACKNOWLEDGE_S, see the note above
-_HOST_S = 10.0  # how long the host of the store waits at its end for the ranks that still use it
+_HOST_S = 3.0  # how long the host of the store waits at its end for the ranks that still use it
+_LEAVER_S = 1.0  # how long a rank whose peer has left waits for the launcher to see that one's exit code
 _LIMIT_S = 8.0  # after this a failing process ends whatever it is doing
 _PEER_GONE = ("gloo/transport", "NCCL", "Connection closed by peer", "Connection reset by peer")
 
@@ -59,32 +60,48 @@ class Failure:
 
 
 class _Board:
-    """The job's notes in the store: who failed first, how many have read it, who has left. No call waits for a peer."""
+    """The job's notes in the store: who failed first, how many have read it, who has left.
 
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
+    No call waits for a peer. Once the store's host is gone every call raises RuntimeError, the first after torch has
+    printed a warning of its own; the others do not ask again.
+    """
+
+    def __init__(self, store: Any) -> None:  # Any: torch's stubs leave out clone and append
+        self._store = store.clone()  # a connection of its own: one that waits for a key would block the others
+        self._gone = False
 
     def claim(self, rank: int) -> int:
         """Ask to be the first failure; the answer is the rank that is."""
-        return int(self._store.compare_set("claim", "", str(rank)))
+        return int(self._ask(lambda store: store.compare_set("claim", "", str(rank))))
 
     def publish(self, failure: Failure) -> None:
-        self._store.set("failure", json.dumps(asdict(failure)))
+        self._ask(lambda store: store.set("failure", json.dumps(asdict(failure))))
 
     def failure(self) -> Failure | None:
-        return Failure(**json.loads(self._store.get("failure"))) if self._store.check(["failure"]) else None
+        text = self._ask(lambda store: store.get("failure") if store.check(["failure"]) else None)
+        return None if text is None else Failure(**json.loads(text))
 
     def acknowledge(self) -> None:
-        self._store.add("acknowledged", 1)
+        self._ask(lambda store: store.add("acknowledged", 1))
 
     def acknowledged(self) -> int:
-        return self._store.add("acknowledged", 0)
+        return self._ask(lambda store: store.add("acknowledged", 0))
 
     def leave(self, rank: int) -> None:
-        self._store.append("left", f"{rank} ")
+        self._ask(lambda store: store.append("left", f"{rank} "))
 
     def left(self) -> list[int]:
-        return [int(rank) for rank in self._store.get("left").split()] if self._store.check(["left"]) else []
+        text = self._ask(lambda store: store.get("left") if store.check(["left"]) else b"")
+        return [int(rank) for rank in text.split()]
+
+    def _ask(self, question: Callable[[Any], T]) -> T:
+        if self._gone:
+            raise RuntimeError("the process that served the job's store has ended")
+        try:
+            return question(self._store)
+        except RuntimeError:
+            self._gone = True
+            raise
 
 
 class FailureGuard:
@@ -97,7 +114,7 @@ class FailureGuard:
         store: store of the job; the guard opens connections of its own.
         rank, world_size: this process among all.
         previous_hook: the `sys.excepthook` to go back to; one that is not Python's own prints the traceback its way.
-        hosts_store: this process serves the store, so the others need it to be the last to leave.
+        store_host: rank that serves the store, so the others need it to be the last to leave; None for the launcher.
         error_file: where the launcher looks for this rank's error (torchelastic's JSON), if anywhere.
         launcher_pid: parent process without which this one must not go on, if any.
     """
@@ -109,15 +126,15 @@ class FailureGuard:
         world_size: int,
         *,
         previous_hook: Callable[..., Any],
-        hosts_store: bool = False,
+        store_host: int | None = None,
         error_file: str | None = None,
         launcher_pid: int | None = None,
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self._store = store  # kept: where this process hosts it, it lives as long as the guard
-        self._board = _Board(store.clone())
+        self._board = _Board(store)
         self._previous_hook = previous_hook
-        self._hosts_store, self._error_file, self._launcher_pid = hosts_store, error_file, launcher_pid
+        self._store_host, self._error_file, self._launcher_pid = store_host, error_file, launcher_pid
         self.pid = os.getpid()  # a process forked by this one has the guard too, but is no rank
         self._ending = threading.Lock()  # taken once, by the thread that ends this process
         self._closed = threading.Event()
@@ -134,10 +151,8 @@ class FailureGuard:
 
     def serve_until_all_left(self) -> None:
         """Where this process hosts the store, wait some seconds for the ranks that still use it."""
-        if self._hosts_store:
-            _within(
-                _HOST_S, lambda: self._poll_until(lambda: len(self._board.left()) >= self.world_size, _HOST_S), None
-            )
+        if self._store_host == self.rank:
+            _within(_HOST_S, lambda: self._poll_until(self._all_left, _HOST_S), None)
 
     def close(self) -> None:
         """Stop watching and give `sys.excepthook` back."""
@@ -155,7 +170,9 @@ class FailureGuard:
         self._end_at_last(_LIMIT_S)
         if not self._ending.acquire(blocking=False):  # the watchdog is ending this process and has said why
             time.sleep(_LIMIT_S)
-        signal.signal(signal.SIGTERM, self._on_terminate)
+            _leave_process(1)
+        if threading.current_thread() is threading.main_thread():  # Python lets no other set a handler
+            signal.signal(signal.SIGTERM, self._on_terminate)
         interrupted = isinstance(error, KeyboardInterrupt)
         own = Failure(self.rank, _summary(error), _is_consequence(error), int(time.time()))
         cause = self._cause_of(own)
@@ -168,22 +185,20 @@ class FailureGuard:
     def _cause_of(self, own: Failure) -> Failure | None:
         """The failure of another rank that came before this one; None where this rank is the first."""
         if own.consequence:
-            cause = _within(_RECORD_S, lambda: self._await_failure(until_left=True), None)
+            cause = _within(_RECORD_S, lambda: self._await_failure(or_reason_to_stop=True), None)
             if cause is not None:
                 return cause
         if _within(_RECORD_S, lambda: self._board.claim(self.rank), self.rank) == self.rank:
             return None
-        told, self._told_to_stop = self._told_to_stop, False  # either way: the claimant publishes once it has printed
-        cause = _within(_RECORD_S, self._await_failure, None)
-        self._told_to_stop |= told
-        return cause
+        return _within(_RECORD_S, self._await_failure, None)  # the claimant publishes once it has printed
 
     def _fail_first(self, own: Failure, error: BaseException) -> None:
-        left = _within(1.0, self._board.left, []) if own.consequence else []
+        left: list[int] = _within(1.0, self._board.left, []) if own.consequence else []
         note = f"{_ranks(left)} had left the job before: the script had ended there." if left else ""
         self._say_in_full(own, error, note)
-        self._write_error_file(own, f"{type(error).__name__}: {error}" + (f"\n{note}" if note else ""), error)
+        self._write_error_file(own, _message(error) + (f"\n{note}" if note else ""), error)
         _within(1.0, lambda: self._board.publish(own), None)
+        self._poll_until(lambda: not left, _LEAVER_S)
         _within(_ACKNOWLEDGE_S, lambda: self._poll_until(self._all_know, _ACKNOWLEDGE_S), None)
 
     def _fail_after(self, cause: Failure, own: Failure, error: BaseException) -> None:
@@ -192,15 +207,15 @@ class FailureGuard:
             self._write_error_file(_following(cause, self.rank), _stopped_by(cause), error, cause.rank)
         else:  # an error of its own, at the same time
             self._say_in_full(own, error)
-            self._write_error_file(own, f"{type(error).__name__}: {error}", error)
+            self._write_error_file(own, _message(error), error)
         _within(1.0, self._board.acknowledge, None)
-        self._poll_until(lambda: False, _LINGER_S)
+        self._poll_until(lambda: isinstance(error, KeyboardInterrupt), _LINGER_S)
 
     def _say_in_full(self, own: Failure, error: BaseException, note: str = "") -> None:
         head = f"rank {self.rank} of {self.world_size} failed: {own.summary}\n"
         tail = f"{note}\n" if note else ""
         if isinstance(error, KeyboardInterrupt):
-            _write(f"rank {self.rank} of {self.world_size} was interrupted.\n")
+            _write(head)
         elif self._previous_hook is sys.__excepthook__:
             _write(head + "".join(traceback.format_exception(type(error), error, error.__traceback__)) + tail)
         else:
@@ -227,6 +242,7 @@ class FailureGuard:
             if store_answers:
                 try:
                     cause = self._board.failure()
+                    store_answers = self._store_host is None or self._store_host not in self._board.left()
                 except RuntimeError:
                     # Its host has left the job. That by itself is no failure of this rank: what it still needs from
                     # that peer breaks in a collective, with an error that names it.
@@ -258,18 +274,20 @@ class FailureGuard:
         while not done() and not self._told_to_stop and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    def _await_failure(self, until_left: bool = False) -> Failure | None:
-        """Wait for a published failure; with `until_left` no longer than until a rank is known to have left."""
-        found: list[Failure] = []
-
-        def settled() -> bool:
+    def _await_failure(self, or_reason_to_stop: bool = False) -> Failure | None:
+        """Wait for a published failure; where asked, only until a rank has left or a SIGTERM says to leave now."""
+        deadline = time.monotonic() + _RECORD_S
+        while time.monotonic() < deadline:
             failure = self._board.failure()
             if failure is not None:
-                found.append(failure)
-            return bool(found) or (until_left and bool(self._board.left()))
+                return failure
+            if or_reason_to_stop and (self._told_to_stop or self._board.left()):
+                return None
+            time.sleep(0.05)
+        return None
 
-        self._poll_until(settled, _RECORD_S)
-        return found[0] if found else None
+    def _all_left(self) -> bool:
+        return len(self._board.left()) >= self.world_size
 
     def _all_know(self) -> bool:
         return self._board.acknowledged() + len(self._board.left()) >= self.world_size - 1
@@ -321,9 +339,12 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
+def _message(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
 def _summary(error: BaseException) -> str:
-    first_line = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first_line[:240]}" if first_line else type(error).__name__
+    return _message(error).strip().partition("\n")[0][:240]
 
 
 def _stopped_by(cause: Failure) -> str:

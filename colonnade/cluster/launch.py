@@ -161,9 +161,9 @@ def _join(place: _Place, seed: int, backend: str | None, timeout_s: float) -> No
     _check(place, backend, timeout_s)
     device = set_device(place.local_rank)
     _share_processors(place.local_world_size)
-    hosts_store = place.rank == 0 and not _agent_hosts_store(place.port)
+    store_host = None if _agent_hosts_store(place.port) else 0
     previous_hook = sys.excepthook  # init_process_group puts one of its own around it
-    store = _connect(place, hosts_store, backend, device, timeout_s)
+    store = _connect(place, place.rank == store_host, backend, device, timeout_s)
     if _guard is None:
         atexit.register(_finish)
     else:
@@ -173,7 +173,7 @@ def _join(place: _Place, seed: int, backend: str | None, timeout_s: float) -> No
         place.rank,
         place.world_size,
         previous_hook=previous_hook,
-        hosts_store=hosts_store,
+        store_host=store_host,
         error_file=os.environ.get("TORCHELASTIC_ERROR_FILE"),
         launcher_pid=os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None,
     )

@@ -50,7 +50,7 @@ class ShardStream:
 
     def end(self) -> None:
         """Go back to the common stream, moved on by one draw if anything was drawn in between."""
-        if self._common is None:
+        if self._common is None or self._start is None:
             return
         used = not torch.equal(get_rng_state(self._device), self._start)
         set_rng_state(self._device, self._common)

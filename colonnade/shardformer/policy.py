@@ -11,6 +11,8 @@ from colonnade.model.spine import Spine
 from colonnade.shardformer.description import ModulePolicyDescription
 from colonnade.shardformer.shard.shard_config import ShardConfig
 
+__all__ = ["Policy", "Spine", "WholePolicy"]
+
 
 class Policy:
     """Base of all policies.
@@ -62,3 +64,10 @@ class Policy:
 
     def postprocess(self) -> nn.Module | None:
         """Change the model after its modules have been replaced; may return another model."""
+
+
+class WholePolicy(Policy):
+    """Leaves every module as it is: the policy for one rank."""
+
+    def module_policy(self) -> dict[Any, ModulePolicyDescription]:
+        return {}

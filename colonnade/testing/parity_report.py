@@ -60,6 +60,7 @@ class ParityReport:
         differences: the worst of each kind.
         rounding: by kind, how far one process in fp32 is from itself in fp64: the size of differences without meaning.
         undetermined: by parameter, the number of entries of the weights that rounding decides and that were not compared.
+        num_weights: number of entries of all weights.
     """
 
     layout: str
@@ -67,6 +68,7 @@ class ParityReport:
     differences: tuple[Difference, ...]
     rounding: Mapping[str, float]
     undetermined: Mapping[str, int]
+    num_weights: int
 
     @property
     def ok(self) -> bool:
@@ -82,8 +84,10 @@ class ParityReport:
         lines += [f"  {difference}" for difference in self.differences]
         lines.append("  one process, fp32 against fp64: " + ", ".join(f"{k} {v:.1e}" for k, v in self.rounding.items()))
         if self.undetermined:
-            names = ", ".join(f"{name} {count}" for name, count in self.undetermined.items())
-            lines.append(f"  weights not compared, entries that rounding decides: {names}")
+            most = sorted(self.undetermined.items(), key=lambda item: -item[1])[:SHOWN]
+            names = ", ".join(f"{name} {count}" for name, count in most)
+            count = f"{sum(self.undetermined.values())} of {self.num_weights}"
+            lines.append(f"  weights not compared, as rounding decides them: {count} entries, most in {names}")
         return "\n".join(lines)
 
 
@@ -153,7 +157,7 @@ def compare_tensors(
             failures.append((math.inf, f"{name}: shape {tuple(value.shape)}, one process {tuple(target.shape)}"))
             continue
         delta = value - target
-        if undetermined is not None:
+        if undetermined and name in undetermined:
             delta = delta.masked_fill(undetermined[name], 0.0)
         difference = largest(delta) / max(largest(target), FLOOR * scale, 1e-30)
         all_found.append((difference, name))

@@ -31,6 +31,7 @@ from colonnade.errors import UsageError, explain
 from colonnade.testing import rank_process
 
 START_TIMEOUT_S = 120.0  # the first pool waits for the server's imports
+PRELOADED = "colonnade.testing.preload"  # what the server imports before it forks
 GRACE_S = 2.0  # after one rank failed, the others may still finish, or fail by themselves, this long
 _context = multiprocessing.get_context("forkserver")
 _pools: dict[int, RankPool] = {}
@@ -96,7 +97,7 @@ def on_ranks(world: int, timeout_s: float = 60) -> Callable[[Callable[..., None]
 
 def preload() -> None:
     """Start the server that ranks are forked from; it imports torch and transformers while the caller goes on."""
-    _context.set_forkserver_preload(["colonnade.testing.preload"])
+    _context.set_forkserver_preload([PRELOADED])
     # The server is a fresh interpreter: it finds modules through PYTHONPATH, not through this process's sys.path.
     with _environment(OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(path for path in sys.path if path)):
         forkserver.ensure_running()

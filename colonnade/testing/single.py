@@ -53,9 +53,8 @@ class SingleProcess:
             loss = self.model(**{key: self._moved(value) for key, value in batch.items()}).loss
             (loss / len(batches)).backward()
             losses.append(loss.item())
-        trained = [(n, p) for n, p in self.model.named_parameters() if p.grad is not None]
-        gradients = {name: parameter.grad.detach().cpu().clone() for name, parameter in trained}
-        norm = nn.utils.clip_grad_norm_([p for _, p in trained], self.max_norm or float("inf")).item()
+        gradients = {n: p.grad.detach().cpu().clone() for n, p in self.model.named_parameters() if p.grad is not None}
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm or float("inf")).item()
         self.optimizer.step()
         return StepResult(losses, norm, gradients)
 

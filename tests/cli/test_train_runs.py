@@ -13,6 +13,8 @@ import pytest
 from colonnade.tools.train.text import standard_library
 
 SOURCES = ("argparse.py", "ast.py", "csv.py", "dataclasses.py", "json/decoder.py", "json/encoder.py", "shutil.py")
+pytestmark = pytest.mark.timeout(400)  # several processes that each import torch and transformers, on whatever machine
+
 COMMON = "--preset nano --vocab-size 320 --seq 32 --batch 12 --steps 6 --warmup 2 --eval-every 3 --eval-tokens 800 "
 
 
@@ -23,7 +25,7 @@ def train(arguments: str, text: Path, output: Path) -> subprocess.CompletedProce
         [*command, "--data", str(text), "--output", str(output)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         check=False,
     )
@@ -109,7 +111,7 @@ def test_saved_model_has_the_held_out_loss_of_the_summary(one_process, text):
     assert abs(float(loss) - summary(one_process)["held_out_loss"]) <= 1e-5
 
 
-def test_second_run_into_the_same_folder_is_refused_and_overwrite_fine_tunes_beside_it(one_process, text, tmp_path):
+def test_output_is_not_written_over_and_can_be_fine_tuned(one_process, text, tmp_path):
     before = (one_process / "model.safetensors").read_bytes()
     refused = train(COMMON, text, one_process)
     assert refused.returncode == 2
@@ -118,7 +120,10 @@ def test_second_run_into_the_same_folder_is_refused_and_overwrite_fine_tunes_bes
 
     tuned = train(f"--model {one_process} --seq 32 --batch 4 --steps 2 --warmup 0", text, tmp_path / "tuned")
     assert tuned.returncode == 0, tuned.stdout + tuned.stderr
-    assert abs(summary(tmp_path / "tuned")["held_out_loss_before"] - summary(one_process)["held_out_loss"]) < 0.5
+    found = summary(tmp_path / "tuned")
+    assert abs(found["held_out_loss_before"] - summary(one_process)["held_out_loss"]) < 0.1
+    assert found["held_out_loss"] < found["held_out_loss_before"]
+    assert all(line["grad_norm"] > 0 for line in metrics(tmp_path / "tuned"))
     assert "before training" in tuned.stdout
 
 
@@ -128,7 +133,7 @@ def test_processes_started_by_colonnade_run_are_used(one_process, text, tmp_path
         [*command, "train", *COMMON.split(), "--tp", "2", "--data", str(text), "--output", str(tmp_path / "out")],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         check=False,
     )

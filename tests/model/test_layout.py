@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -16,9 +16,6 @@ from colonnade.model.layout import (
     set_layout,
     shard_ranges,
 )
-
-settings.register_profile("layout", deadline=None, max_examples=150)
-settings.load_profile("layout")
 
 extents = st.integers(1, 7)
 

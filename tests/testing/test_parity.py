@@ -227,8 +227,7 @@ def test_entries_that_rounding_decides_are_counted_and_not_compared():
     assert report.ok
     assert 32 <= report.undetermined["transformer.h.0.attn.c_attn.bias"] < 48
     assert sum(report.undetermined.values()) < 200
-    assert "weights not compared, entries that rounding decides: " in str(report)
-    assert "transformer.h.0.attn.c_attn.bias 32" in str(report)
+    assert f"{sum(report.undetermined.values())} of 29568 entries, most in transformer.h." in str(report)
 
 
 @on_ranks(1)

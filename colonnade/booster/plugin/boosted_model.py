@@ -10,6 +10,7 @@ from torch import nn
 
 from colonnade.booster.plugin.batches import check_same_batch, count_targets
 from colonnade.cluster.mesh import ParallelMesh
+from colonnade.precision.optimizer import ParallelOptimizer
 from colonnade.precision.precision import cast_inputs
 from colonnade.shardformer.layer.loss import CausalLMLoss, LossAverage, mean_over_ranks
 
@@ -25,7 +26,12 @@ class BoostedModel(nn.Module):
         config: the model's config as it was before sharding, which is what a checkpoint carries.
         runner: module to call instead of `model` (torch's DistributedDataParallel around it).
         check_batches: compare the batches of the ranks that must see the same one, at every forward.
+
+    Attributes:
+        optimizers: those boosted together with it, whose master weights follow when its weights are loaded.
     """
+
+    optimizers: list[ParallelOptimizer]
 
     def __init__(
         self,
@@ -43,6 +49,7 @@ class BoostedModel(nn.Module):
         object.__setattr__(self, "_user_model", model)  # not a second registration of the same parameters
         self.mesh, self.average, self.dtype, self.original_config = mesh, average, dtype, config
         self.check_batches = check_batches
+        self.optimizers = []
         self._takes_use_cache = "use_cache" in inspect.signature(model.forward).parameters
 
     def unwrap(self) -> nn.Module:

@@ -44,11 +44,11 @@ def run_microbatches(
     cuts = split_rows(rows, microbatch_size, num_microbatches)
     parts = [take_rows(batch, rows, *cut) for cut in cuts]
     shares = _Shares(batch, parts, model)
-    train = optimizer is not None and torch.is_grad_enabled() and model.training
+    trained = optimizer if torch.is_grad_enabled() and model.training else None
     outputs, total = [], None
     for index, part in enumerate(parts):
         with ExitStack() as stack:
-            if train and index + 1 < len(parts):
+            if trained is not None and index + 1 < len(parts):
                 stack.enter_context(no_sync())
             output = _forward(model, part)
             loss = criterion(output, part) if criterion is not None else _own_loss(output)
@@ -56,10 +56,10 @@ def run_microbatches(
             if weight and loss is not None:
                 loss = loss * weight
                 total = loss.detach() if total is None else total + loss.detach()
-                if train:
-                    optimizer.backward(loss)
-            elif train:
-                optimizer.reduce_gradients()
+                if trained is not None:
+                    trained.backward(loss)
+            elif trained is not None:
+                trained.reduce_gradients()
         if return_outputs:
             outputs.append(_detached(output))
     return {

@@ -69,7 +69,7 @@ class TorchDDPPlugin(DPPluginBase):
         config, average = pristine_config(model), LossAverage()
         start_alike(model, self.mesh)
         if takes_causal_lm_loss(model):
-            model.loss_function = CausalLMLoss(average)
+            model.loss_function = CausalLMLoss(average)  # type: ignore[assignment]
         model = model.to(current_device())
         parallel_optimizer = None
         if optimizer is not None:
@@ -98,4 +98,5 @@ def average_bucket(axis: Axis, bucket: dist.GradBucket) -> torch.futures.Future[
     """DDP's communication hook: the same all-reduce as its own, entered in the ledger."""
     flat = bucket.buffer().div_(axis.size)
     work = all_reduce_async(flat, axis)
-    return work.get_future().then(lambda future: future.value()[0])
+    future = work.get_future()  # type: ignore[union-attr]  # over one rank there is no DDP
+    return future.then(lambda done: done.value()[0])

@@ -34,6 +34,8 @@ class VocabParallelEmbedding1D(nn.Embedding):
         process_group: the tensor-parallel group or `Axis`; None for all ranks of the job.
     """
 
+    weight: nn.Parameter
+
     def __init__(
         self,
         num_embeddings: int,
@@ -100,6 +102,8 @@ class Embedding1D(nn.Embedding):
         process_group: the tensor-parallel group or `Axis`; None for all ranks of the job.
         gather_output: return y_BSD on every rank, else this rank's y_BSd.
     """
+
+    weight: nn.Parameter
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from colonnade.cluster.mesh import Axis
 from colonnade.errors import PolicyError
 from colonnade.shardformer.layer.linear import ColumnParallel, Linear1D_Col, RowParallel
 from colonnade.shardformer.layer.region import Region
-from colonnade.shardformer.layer.sharding import adopt, shard_parameter
+from colonnade.shardformer.layer.sharding import Layer, adopt, shard_parameter
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -54,7 +54,7 @@ def is_conv1d(module: nn.Module) -> bool:
     )
 
 
-def _adopt_conv1d(module: nn.Module, cls: type) -> nn.Module:
+def _adopt_conv1d(module: nn.Module, cls: type[Layer]) -> Layer:
     if not is_conv1d(module):
         raise PolicyError(f"{cls.__name__} replaces a Conv1D, and was given a {type(module).__name__}.")
     layer = cls.__new__(cls)
@@ -70,6 +70,7 @@ class Conv1D_Col(ColumnParallel, nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter
+    nf: int
 
     @classmethod
     def from_native_module(
@@ -84,9 +85,7 @@ class Conv1D_Col(ColumnParallel, nn.Module):
     ) -> Conv1D_Col:
         """Take over a Conv1D; arguments as `Linear1D_Col`."""
         layer = _adopt_conv1d(module, cls)
-        ranges = layer._set_columns(
-            module.weight.shape[1], Axis.of(process_group), gather_output, pieces, units, region
-        )
+        ranges = layer._set_columns(layer.weight.shape[1], Axis.of(process_group), gather_output, pieces, units, region)
         shard_parameter(layer.weight, 1, ranges, layer.axis)
         shard_parameter(layer.bias, 0, ranges, layer.axis)
         layer.nf = layer.out_features
@@ -141,7 +140,7 @@ class Conv1D_Row(RowParallel, nn.Module):
     ) -> Conv1D_Row:
         """Take over a Conv1D; arguments as `Linear1D_Row`."""
         layer = _adopt_conv1d(module, cls)
-        ranges = layer._set_rows(module.weight.shape[0], Axis.of(process_group), parallel_input, units, region)
+        ranges = layer._set_rows(layer.weight.shape[0], Axis.of(process_group), parallel_input, units, region)
         shard_parameter(layer.weight, 0, ranges, layer.axis)
         return layer
 

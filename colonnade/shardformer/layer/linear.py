@@ -7,7 +7,7 @@ dimension. Row follows column without traffic in between: y_BSD = (act(x_BSD @ w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -87,6 +87,8 @@ class Linear1D_Col(ColumnParallel, nn.Linear):
         region: shared by layers that read the same input.
     """
 
+    weight: nn.Parameter
+
     def __init__(
         self,
         in_features: int,
@@ -142,7 +144,7 @@ class RowParallel:
     region: Region | None
     parallel_input: bool
     in_features: int
-    bias: torch.Tensor | None
+    bias: Any  # a Parameter or None
     _whole: int
     _sizes: list[int]
 
@@ -183,6 +185,8 @@ class Linear1D_Row(RowParallel, nn.Linear):
         units: number of indivisible blocks (attention heads) in the input dimension.
         region: the region that this layer closes.
     """
+
+    weight: nn.Parameter
 
     def __init__(
         self,

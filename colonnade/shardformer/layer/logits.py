@@ -35,7 +35,7 @@ class WholeLogits:
         if getattr(output, "loss", None) is None:
             output[FIELD] = self.gather(logits)
             return output
-        output.__class__ = _lazy(type(output))
+        output.__class__ = _lazy(type(output))  # type: ignore[arg-type]  # classes are hashable
         output.__dict__["_gather_logits"] = self.gather
         return output
 
@@ -48,7 +48,7 @@ class WholeLogits:
 
 
 @cache
-def _lazy(kind: type) -> type:
+def _lazy(kind: Any) -> type:
     """A subclass of an output class whose logits are gathered when first read, by attribute, key or position."""
 
     def read(self: Any) -> torch.Tensor:

@@ -88,16 +88,17 @@ class CausalLMLoss:
     ) -> torch.Tensor:
         """Loss of logits [B, S, V or v] for labels [B, S], shifted here unless `shift_labels` [B, S] is given."""
         if shift_labels is None:
-            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]  # type: ignore[arg-type]  # one is given
         targets = shift_labels.to(logits.device)
         total = self._sum(logits, targets, ignore_index)
         axis = self.average.axis
+        count: torch.Tensor | int
         if num_items_in_batch is not None:
             total, count = total / num_items_in_batch, 1
         else:
-            count = (targets != ignore_index).sum()
+            count = targets_that_count = (targets != ignore_index).sum()
             if axis is None:
-                return total / count.clamp(min=1)
+                return total / targets_that_count.clamp(min=1)
         return total if axis is None else mean_over_ranks(total, count, axis)
 
     def _sum(self, logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +73,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bo
 
 def _scales_by_one_plus_weight(module: nn.Module, eps: float) -> bool:
     """Run a small float32 twin of the module on the CPU and see which formula it follows."""
-    twin = copy.deepcopy(module).to_empty(device="cpu").float()
+    twin: Any = copy.deepcopy(module).to_empty(device="cpu").float()
     width = twin.weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, width, generator=generator)

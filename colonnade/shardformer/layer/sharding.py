@@ -33,7 +33,7 @@ def adopt(native: nn.Module, layer: type[Layer], base: type[nn.Module]) -> Layer
                 [("try", f"another layer class, or leave the {type(native).__name__} out of the policy")],
             )
         )
-    module = layer.__new__(_combined(layer, type(native), base))
+    module: Layer = layer.__new__(_combined(layer, type(native), base))  # type: ignore[arg-type]  # classes are hashable
     module.__dict__.update(native.__dict__)
     return module
 

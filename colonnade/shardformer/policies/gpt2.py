@@ -1,7 +1,6 @@
 """GPT-2: q, k and v share one transposed weight, so its columns are split in three pieces."""
 
-from colonnade.model.spine import Spine
-from colonnade.shardformer.policy import Policy
+from colonnade.shardformer.policy import Policy, Spine
 from colonnade.shardformer.words import col, lm_head, norm, row, shrink, vocab_embedding
 
 HEADS = "num_attention_heads"

@@ -1,7 +1,6 @@
 """Llama, and the models whose blocks carry the same names."""
 
-from colonnade.model.spine import Spine
-from colonnade.shardformer.policy import Policy
+from colonnade.shardformer.policy import Policy, Spine
 from colonnade.shardformer.words import col, head_norm, lm_head, norm, row, vocab_embedding
 
 HEADS = "num_key_value_heads"

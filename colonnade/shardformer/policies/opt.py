@@ -1,7 +1,6 @@
 """OPT: the feed-forward layers stand in the decoder layer itself, and the head count in the attention's views."""
 
-from colonnade.model.spine import Spine
-from colonnade.shardformer.policy import Policy
+from colonnade.shardformer.policy import Policy, Spine
 from colonnade.shardformer.words import col, lm_head, norm, row, shrink, vocab_embedding
 
 HEADS = "num_attention_heads"

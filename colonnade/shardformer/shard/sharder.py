@@ -144,7 +144,7 @@ class ModelSharder:
                 head.gather_output = True
         if causal:
             split = head is not None and self.axis.size > 1 and not head.gather_output
-            self.model.loss_function = CausalLMLoss(
+            self.model.loss_function = CausalLMLoss(  # type: ignore[assignment]
                 self.average, self.axis if split else None, head.vocab_size if split and head is not None else None
             )
 

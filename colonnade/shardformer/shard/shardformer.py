@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from colonnade.shardformer.layer.loss import LossAverage
-from colonnade.shardformer.policy import Policy
+from colonnade.shardformer.policy import Policy, WholePolicy
 from colonnade.shardformer.registry import find_policy
 from colonnade.shardformer.shard.shard_config import ShardConfig
 from colonnade.shardformer.shard.sharder import ModelSharder
@@ -30,7 +30,8 @@ class ShardFormer:
         """Shard a model in place.
 
         Args:
-            policy: what to do with it; by default the one for its family.
+            policy: what to do with it; by default the one for its family, or none where there is nothing to do
+                (one rank, native norms), so that any module will do.
             average: where the loss function learns over which data-parallel ranks to average; plugins give it.
 
         Returns:
@@ -39,7 +40,11 @@ class ShardFormer:
         Raises:
             PolicyError, ConfigError: before anything has been changed.
         """
-        sharder = ModelSharder(model, policy or find_policy(model), self.shard_config, average)
+        if policy is None:
+            config = self.shard_config
+            nothing_to_do = config.tensor_parallel_size == 1 and not config.enable_fused_normalization
+            policy = WholePolicy() if nothing_to_do else find_policy(model)
+        sharder = ModelSharder(model, policy, self.shard_config, average)
         shared = sharder.shard()
         if self.shard_config.enable_flash_attention:
             choose_attention(sharder.model)
@@ -48,10 +53,11 @@ class ShardFormer:
 
 def choose_attention(model: nn.Module) -> None:
     """Use the flash-attention package where it is installed and can run, else torch's own fused attention."""
-    if not hasattr(model, "set_attn_implementation"):
+    choose = getattr(model, "set_attn_implementation", None)
+    if choose is None:
         return
     from transformers.utils import is_flash_attn_2_available
 
     param = next(model.parameters())
     fits = param.device.type == "cuda" and param.element_size() == 2 and is_flash_attn_2_available()
-    model.set_attn_implementation("flash_attention_2" if fits else "sdpa")
+    choose("flash_attention_2" if fits else "sdpa")

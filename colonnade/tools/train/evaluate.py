@@ -57,10 +57,15 @@ def write_sample(
     Args:
         model: what the booster returned; its ranks generate together.
         prompt: [1, tokens] ids to begin with.
-        length: tokens to write at most.
+        length: tokens to write at most; prompt and sample together stay within the model's positions.
     """
     torch.manual_seed(seed)
     ids = prompt.to(current_device())
+    positions = getattr(model.unwrap().config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None:
+        length = min(length, positions - ids.shape[1])
+    if length < 1:
+        return tokenizer.decode(ids[0], skip_special_tokens=True)
     with evaluation_mode(model):
         written = model.unwrap().generate(
             input_ids=ids,

@@ -15,7 +15,7 @@ from colonnade.tools.train.corpus import TokenSequences, evenly_spaced, join_tok
 from colonnade.tools.train.options import TrainOptions
 from colonnade.tools.train.output import check_output, claim_output, remove_work
 from colonnade.tools.train.presets import preset_config
-from colonnade.tools.train.source import ModelFiles, check_layout, find_model
+from colonnade.tools.train.source import ModelFiles, check_layout, find_model, quiet_transformers
 from colonnade.tools.train.text import Split, read_documents, split_documents
 from colonnade.tools.train.vocabulary import encode_documents, learn_tokenizer
 
@@ -71,6 +71,7 @@ def prepare(options: TrainOptions, say: Callable[[str], None]) -> Path:
     Raises:
         ConfigError: for an output that may not be replaced, a model or a text that is not there or does not fit.
     """
+    quiet_transformers()
     given = [path for path in (options.model.path, options.data.path) if path is not None]
     check_output(options.output.folder, options.output.overwrite, tuple(given))
     source = None if options.model.path is None else find_model(options.model.path)

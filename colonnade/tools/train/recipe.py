@@ -25,7 +25,7 @@ from colonnade.tools.train.options import OptimizerOptions, TrainOptions
 from colonnade.tools.train.output import CURVE, METRICS, SUMMARY, publish
 from colonnade.tools.train.prepare import HELD_OUT_TOKENS, TOKENIZER, TRAIN_TOKENS, Plan
 from colonnade.tools.train.report import Reporter, StepRecord, summary_lines
-from colonnade.tools.train.source import build_model
+from colonnade.tools.train.source import build_model, quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,9 +43,8 @@ def train_on_this_rank(work: Path) -> None:
         work: what `prepare` returned.
     """
     from transformers import AutoTokenizer
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    quiet_transformers()
     plan = Plan.read(work)
     options = plan.options
     tokenizer = AutoTokenizer.from_pretrained(work / TOKENIZER)

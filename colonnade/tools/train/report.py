@@ -113,7 +113,7 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     lines += [
         f"layout           {layout}; {summary['parameters']:,} parameters",
         f"time             {summary['seconds']:.0f} s for {speed}",
-        f"sample           {summary['sample']!r}",
+        "sample           " + summary["sample"].replace("\n", "\n                 "),
         f"checkpoint       {folder}",
         "load it          from transformers import AutoModelForCausalLM, AutoTokenizer",
         f"                 model = AutoModelForCausalLM.from_pretrained({folder!r})",

