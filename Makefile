@@ -45,9 +45,8 @@ test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
 
 check: $(READY)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	@failed=0; for step in "ruff check ." "ruff format --check ." "mypy"; do \
+	  echo "$$step"; $(BIN)/$$step || failed=1; done; exit $$failed
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

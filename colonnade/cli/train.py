@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from colonnade.cli.run import start_workers
 from colonnade.cluster.launch import launch_from_torch
-from colonnade.errors import CommunicationError, ConfigError
+from colonnade.errors import ColonnadeError, CommunicationError
 from colonnade.tools.train.curve import NO_MATPLOTLIB, can_draw
 from colonnade.tools.train.options import (
     PRECISIONS,
@@ -34,7 +34,8 @@ examples:
   colonnade train --model ./my-model --data texts/ --output tuned   fine-tune a local model on a folder of text
 
 The output folder loads in plain transformers: AutoModelForCausalLM.from_pretrained("out"). It also holds metrics.jsonl,
-summary.json and the loss curve. Under torchrun or `colonnade run` the processes are the ones that are there already.
+summary.json and the loss curve. Under torchrun or `colonnade run` the processes are the ones that are there already; on
+several machines the output folder has to be on a file system that they share.
 """
 
 
@@ -141,7 +142,7 @@ def run_train(args: argparse.Namespace) -> int:
         The exit code: 0, or that of the worker that failed.
 
     Raises:
-        ConfigError: for arguments that cannot work, before a process is started.
+        ConfigError, PolicyError: for arguments that cannot work, before a process is started.
     """
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _run_as_worker(args)
@@ -161,15 +162,15 @@ def _run_as_worker(args: argparse.Namespace) -> int:
     """Take part in a job whose processes somebody else has started; rank 0 prepares for all."""
     options = options_from(args, int(os.environ["WORLD_SIZE"]))
     launch_from_torch(seed=options.seed)
-    outcome: list[Path | ConfigError | None] = [None]
+    outcome: list[Path | ColonnadeError | None] = [None]
     if is_first_rank():
         try:
             outcome = [prepare(options, _say)]
-        except ConfigError as error:
+        except ColonnadeError as error:  # raised below, on every rank
             outcome = [error]
     dist.broadcast_object_list(outcome)
     work = outcome[0]
-    if isinstance(work, ConfigError):
+    if isinstance(work, ColonnadeError):
         raise work
     if work is None:
         raise CommunicationError("rank 0 has sent no work folder to the other ranks.")

@@ -84,7 +84,7 @@ class ParallelMesh:
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.sizes = plan_sizes(self.world_size, dp=dp, pp=pp, sp=sp, tp=tp)
         self.device_mesh = _device_mesh(tuple(self.sizes[a] for a in AXES)) if dist.is_initialized() else None
-        self._axes = {name: self._make_axis(name) for name in AXES}
+        self._axes = {name: self._make_axis(name) for name in AXES} | {"ep": Axis.alone("ep")}  # experts are not split
         self.world = Axis.of(None, "world")
 
     def _make_axis(self, name: str) -> Axis:
@@ -95,7 +95,7 @@ class ParallelMesh:
     def axis(self, name: str) -> Axis:
         """The axis `name` with its group, size and this rank's position."""
         if name not in self._axes:
-            raise ConfigError(f"the mesh has no axis {name!r}; its axes are {', '.join(AXES)}.")
+            raise ConfigError(f"the mesh has no axis {name!r}; its axes are {', '.join(self._axes)}.")
         return self._axes[name]
 
     def size(self, name: str) -> int:

@@ -69,10 +69,6 @@ class ParallelOptimizer(Optimizer):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backward pass, and the reduction of its gradients unless inside `no_sync`."""
         loss.backward(**kwargs)
-        self.reduce_gradients()
-
-    def reduce_gradients(self) -> None:
-        """Average the accumulated gradients over data-parallel ranks, where this optimizer has that task."""
         if self.reducer is not None:
             self.reducer.finish()
 

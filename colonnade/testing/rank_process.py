@@ -44,6 +44,7 @@ def serve(rank: int, world: int, folder: str, connection: Connection) -> None:
     _is_rank = True
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the pool decides what happens
     _end_with_parent()
+    multiprocessing.set_start_method("fork", force=True)  # as in a script: worker processes of a data loader start fast
     stack_file = file(folder, rank, "stack").open("w")
     faulthandler.register(_STACK_SIGNAL, file=stack_file, all_threads=True)
     with file(folder, rank, "out").open("wb") as out:

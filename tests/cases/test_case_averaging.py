@@ -1,6 +1,8 @@
 """AVG-1 and AVG-2: the loss is the mean over the targets of the global batch, however unequal the shares are."""
 
 import pytest
+import torch
+import transformers
 from field_cases import GRADIENT, IGNORED, LOSS, Boosted, Single, assert_close, norm_of, whole_batch
 
 from colonnade.testing.ranks import run_on_ranks
@@ -43,7 +45,9 @@ WAYS = {
 def test_unequal_ranks_give_the_mean_over_all_targets(plugin, world, given, way):
     one = Single(tiny_model("LL")).step(unequal_batch())
     assert (one.losses[0], one.norms[0]) == (pytest.approx(4.523951, abs=1e-6), pytest.approx(5.518390, rel=1e-6))
-    for loss, gradients, norm in run_on_ranks(world, backward, plugin, unequal_batch(), WAYS[way][0], given, WAYS[way][1]):
+    for loss, gradients, norm in run_on_ranks(
+        world, backward, plugin, unequal_batch(), WAYS[way][0], given, WAYS[way][1]
+    ):
         assert loss == pytest.approx(4.523951, abs=LOSS)
         assert norm == pytest.approx(5.518390, rel=1e-5)
         assert_close(gradients, one.gradients, GRADIENT)
@@ -75,6 +79,33 @@ def test_a_rank_without_targets_weighs_nothing(plugin, way):
     for loss, gradients, norm in run_on_ranks(
         2, backward, plugin, rank_without_targets(), through, {}, options, timeout_s=30
     ):
+        assert loss == pytest.approx(one.losses[0], abs=LOSS)
+        assert norm == pytest.approx(one.norms[0], rel=1e-5)
+        assert_close(gradients, one.gradients, GRADIENT)
+
+
+def masked_lm():
+    """A model that computes its loss by itself, where transformers offers no door."""
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return transformers.BertForMaskedLM(config)
+
+
+def backward_masked_lm(plugin, batch, through):
+    run = Boosted(plugin, masked_lm())
+    return getattr(run, through)(batch), run.gradients_by_step(), run.optimizer.grad_norm
+
+
+@pytest.mark.parametrize("through", ["backward", "pipeline"])
+@pytest.mark.parametrize("batch_fn", [unequal_batch, rank_without_targets])
+@pytest.mark.parametrize("plugin", ["dp", "ddp"])
+def test_a_model_with_its_own_loss_is_averaged_over_all_targets(plugin, batch_fn, through):
+    one = Single(masked_lm()).step(batch_fn())
+    for loss, gradients, norm in run_on_ranks(2, backward_masked_lm, plugin, batch_fn(), through, timeout_s=30):
         assert loss == pytest.approx(one.losses[0], abs=LOSS)
         assert norm == pytest.approx(one.norms[0], rel=1e-5)
         assert_close(gradients, one.gradients, GRADIENT)

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from field_cases import WEIGHT, Boosted, Single, assert_close, assert_equal_bits, make_plugin, whole_batch
+from field_cases import Boosted, Trained, assert_equal_bits, whole_batch
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from colonnade.booster import Booster
 from colonnade.testing.ranks import run_on_ranks
 from colonnade.testing.tiny import tiny_model
 
@@ -42,15 +41,13 @@ def train_partly_frozen(plugin):
 
 @pytest.mark.parametrize("plugin, world", [("ddp", 2), ("dp", 2), ("tp2", 2), ("tp2", 4)])
 def test_frozen_parameters_are_untouched(plugin, world):
-    one = Single(partly_frozen(), over_trainable, max_norm=1.0)
-    for _ in range(2):
-        one.step(whole_batch())
-    start, wanted = dict(partly_frozen().named_parameters()), one.weights()
+    trained = Trained(partly_frozen, over_trainable, [whole_batch()] * 2, max_norm=1.0)
+    one, start = trained.one, dict(partly_frozen().named_parameters())
     for found in run_on_ranks(world, train_partly_frozen, plugin):
         for case, (steps, weights) in found.items():
             assert [loss for loss, _ in steps] == pytest.approx(one.losses, abs=1e-5, rel=0), case
             assert [norm for _, norm in steps] == pytest.approx(one.norms, rel=1e-5), case
-            assert_close(weights, wanted, WEIGHT)
+            trained.assert_weights(weights)
             frozen = {name for name in weights if name.startswith(FROZEN)}
             assert len(frozen) == 19
             assert_equal_bits({n: weights[n] for n in frozen}, {n: start[n] for n in frozen})
@@ -72,15 +69,10 @@ def schedule(optimizer):
 
 def train_two_groups(plugin):
     model = tiny_model("LL")
-    plugin = make_plugin(plugin)
-    booster = Booster(plugin=plugin)
     optimizer = two_groups(model)
     parameters = [list(group["params"]) for group in optimizer.param_groups]
-    scheduler = schedule(optimizer)
-    model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
-    run = Boosted.__new__(Boosted)
-    run.plugin, run.booster, run.model, run.optimizer = plugin, booster, model, optimizer
-    rates = []
+    run = Boosted(plugin, model, lambda _: optimizer, scheduler_fn=schedule)
+    optimizer, scheduler, rates = run.optimizer, run.lr_scheduler, []
     for _ in range(3):
         run.step(whole_batch())
         scheduler.step()
@@ -92,17 +84,13 @@ def train_two_groups(plugin):
 
 @pytest.mark.parametrize("plugin, world", [("ddp", 2), ("dp", 2), ("tp2", 2)])
 def test_groups_keep_their_rates_and_decay(plugin, world):
-    one = Single(tiny_model("LL"), two_groups)
-    scheduler = schedule(one.optimizer)
-    for _ in range(3):
-        one.step(whole_batch())
-        scheduler.step()
+    trained = Trained(lambda: tiny_model("LL"), two_groups, [whole_batch()] * 3, scheduler_fn=schedule)
     for rates, same, decays, last, weights in run_on_ranks(world, train_two_groups, plugin):
         assert rates == [[5e-3, 1e-3], [2.5e-3, 1e-3], [1.25e-3, 1e-3]]
         assert last == rates[-1]
         assert same == [True, True]
         assert decays == [0.1, 0.0]
-        assert_close(weights, one.weights(), WEIGHT)
+        trained.assert_weights(weights)
 
 
 def gradients_of_frozen(plugin):

@@ -1,8 +1,10 @@
 """VOC-1: a vocabulary that tp does not divide trains, is read and generates as in one process."""
 
+import copy
+
 import pytest
 import torch
-from field_cases import GRADIENT, LOSS, WEIGHT, Boosted, Single, adamw_decay, assert_close, norm_of
+from field_cases import GRADIENT, LOSS, Boosted, Single, Trained, adamw_decay, assert_close, norm_of
 
 from colonnade.testing.ranks import run_on_ranks
 from colonnade.testing.tiny import ids, tiny_model
@@ -32,9 +34,7 @@ def train():
 
 def test_no_padding_takes_part_in_the_loss():
     one = Single(model()).step(batch())
-    trained = Single(model(), adamw_decay)
-    for _ in range(3):
-        trained.step(batch())
+    trained = Trained(model, adamw_decay, [batch()] * 3)
     assert one.norms[0] == pytest.approx(4.334238, rel=1e-6)
     for loss, gradients, losses, weights in run_on_ranks(2, train):
         assert loss == pytest.approx(4.529266, abs=LOSS)
@@ -42,8 +42,8 @@ def test_no_padding_takes_part_in_the_loss():
         assert gradients[EMBEDDING].shape == weights[EMBEDDING].shape == (VOCABULARY, 32)
         assert gradients[EMBEDDING][64:].norm(dim=1).tolist() == pytest.approx([0.127139, 0.161407, 0.159508], abs=1e-5)
         assert_close(gradients, one.gradients, GRADIENT)
-        assert losses == pytest.approx(trained.losses, abs=LOSS, rel=0)
-        assert_close(weights, trained.weights(), WEIGHT)
+        assert losses == pytest.approx(trained.one.losses, abs=LOSS, rel=0)
+        trained.assert_weights(weights)
 
 
 READERS = {
@@ -58,26 +58,48 @@ READERS = {
 }
 
 
-def read_logits():
+def read_logits(how):
+    """The logits in train and eval mode, with and without labels."""
     run = Boosted("tp2", model())
     found = {}
     for training in (True, False):
         run.model.train(training)
         for labels in (True, False):
             given = batch() if labels else {"input_ids": batch()["input_ids"]}
-            for how, read in READERS.items():
-                found[training, labels, how] = read(run.model(**given)).detach()
-            found[training, labels, "tuple"] = run.model(**given, return_dict=False)[1 if labels else 0].detach()
+            if how == "tuple":
+                logits = run.model(**given, return_dict=False)[1 if labels else 0]
+            else:
+                logits = READERS[how](run.model(**given))
+            found["train" if training else "eval", "labels" if labels else "no labels"] = logits.detach()
     return found
 
 
-def test_logits_are_whole_however_they_are_read():
+@pytest.mark.parametrize("how", [*READERS, "tuple"])
+def test_logits_are_whole_however_they_are_read(how):
     with torch.no_grad():
         wanted = model()(**batch()).logits
-    for found in run_on_ranks(2, read_logits):
-        assert {case: tuple(logits.shape) for case, logits in found.items() if logits.shape != (4, 16, VOCABULARY)} == {}
-        for case, logits in found.items():
-            assert (logits - wanted).abs().max() <= 1e-5, case
+    for found in run_on_ranks(2, read_logits, how):
+        for mode, logits in found.items():
+            assert logits.shape == (4, 16, VOCABULARY), mode
+            assert (logits - wanted).abs().max() <= 1e-5, mode
+
+
+def dropped_and_copied_outputs():
+    """What callers do with outputs: drop the logits to free memory, make the same output of changed tensors, copy it."""
+    run = Boosted("tp2", model())
+    out = run.model(**batch())
+    copied = copy.copy(out).logits.shape
+    rebuilt = type(out)(**{key: value.double() for key, value in out.items()})
+    out = run.model(**batch())
+    out.logits = None
+    return tuple(copied), tuple(rebuilt.logits.shape), out.logits, out.loss.item()
+
+
+def test_outputs_can_be_copied_rebuilt_and_changed():
+    for copied, rebuilt, dropped, loss in run_on_ranks(2, dropped_and_copied_outputs):
+        assert copied == rebuilt == (4, 16, VOCABULARY)
+        assert dropped is None
+        assert loss == pytest.approx(4.529266, abs=LOSS)
 
 
 def criterion_gradient():

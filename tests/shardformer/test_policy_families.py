@@ -11,7 +11,7 @@ from colonnade.shardformer import ModelSharder, ShardConfig, find_policy, known_
 from colonnade.shardformer.layer import FusedLayerNorm, FusedRMSNorm
 from colonnade.testing.logical import gather_parameters
 from colonnade.testing.parity import assert_same_as_single
-from colonnade.testing.ranks import on_ranks, run_on_ranks
+from colonnade.testing.ranks import run_on_ranks
 from colonnade.testing.tiny import NOISE, ids, tiny_config, tiny_model
 
 MODELS = ["LL", "LT", "G2", "OP", "mistral", "qwen2", "qwen3"]

@@ -263,7 +263,9 @@ def test_an_optimizer_made_before_boosting_trains_the_very_parameters():
         before = dict(model.named_parameters())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         groups = optimizer.param_groups
-        boosted, parallel, *_ = Booster(plugin=HybridParallelPlugin(tp_size=2, precision="fp32")).boost(model, optimizer)
+        boosted, parallel, *_ = Booster(plugin=HybridParallelPlugin(tp_size=2, precision="fp32")).boost(
+            model, optimizer
+        )
         after = dict(boosted.unwrap().named_parameters())
         assert after.keys() == before.keys()
         assert all(after[key] is before[key] for key in before)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import nn
 
-from colonnade.booster.plugin.batches import check_same_batch, count_targets
+from colonnade.booster.plugin.batches import check_same_batch, count_targets, tensors_in
 from colonnade.cluster.mesh import ParallelMesh
+from colonnade.errors import UsageError
 from colonnade.precision.optimizer import ParallelOptimizer
 from colonnade.precision.precision import cast_inputs
 from colonnade.shardformer.layer.loss import CausalLMLoss, LossAverage, mean_over_ranks
@@ -83,7 +85,7 @@ class BoostedModel(nn.Module):
         if self.mesh.size("dp") == 1 or self.shifts_labels or loss is None or inputs.get("labels") is None:
             return output
         count = count_targets(inputs, shifted=False)
-        total = loss * count if count else torch.zeros_like(loss)
+        total = loss * count if count else zero_from(output)  # a mean over no labels is NaN
         output["loss"] = mean_over_ranks(total, count, self.mesh.axis("dp"))
         return output
 
@@ -92,3 +94,18 @@ class BoostedModel(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self._user_model, name)
+
+
+def zero_from(output: Any) -> torch.Tensor:
+    """A zero that hangs on the graph of a model's output, so that its backward gives zeros and no NaN.
+
+    Taken from the first tensor that is not the loss. What a rank holds of logits is enough: nothing is gathered.
+    """
+    raw = OrderedDict.items(output) if isinstance(output, OrderedDict) else output
+    fields = dict(raw) if isinstance(output, dict) else raw
+    loss = fields.pop("loss", None) if isinstance(fields, dict) else None
+    tensors = [t for _, t in tensors_in(fields) if t.requires_grad]
+    found = tensors[0] if tensors else loss
+    if found is None:
+        raise UsageError("the model's output holds no tensor that depends on its parameters.")
+    return (found * 0).nan_to_num(0.0).sum()

@@ -83,9 +83,10 @@ class HybridParallelPlugin(DPPluginBase):
         lr_scheduler: Any = None,
     ) -> Boosted:
         config, average = pristine_config(model), LossAverage()
-        start_alike(model, self.mesh)
-        model, _ = ShardFormer(self.shard_config).optimize(model, self.custom_policy, average)
-        model = model.to(current_device())
+        sharder = ShardFormer(self.shard_config).prepare(model, self.custom_policy, average)
+        start_alike(sharder.model, self.mesh)
+        sharder.shard()
+        model = sharder.model.to(current_device())
         parallel_optimizer = None
         if optimizer is not None:
             # made before the cast, so that the master weights are the weights as given

@@ -3,7 +3,7 @@
 [Note: unequal micro-batches]
 Each micro-batch's loss is a mean over its own targets. It is weighed by (its targets / targets of the global batch), so
 that the sum over micro-batches and ranks is the mean over the global batch, whatever the cut. A micro-batch without a
-target has no mean; it weighs nothing and its backward is left out.
+target has no mean and weighs nothing; its backward is left out, or that of a zero where gradients are to be reduced.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from colonnade.booster.plugin.batches import batch_rows, count_targets, join_outputs, next_batch, split_rows, take_rows
-from colonnade.booster.plugin.boosted_model import BoostedModel
+from colonnade.booster.plugin.boosted_model import BoostedModel, zero_from
 from colonnade.comm.collectives import all_gather
 from colonnade.errors import UsageError
 from colonnade.precision.optimizer import ParallelOptimizer
@@ -58,8 +58,8 @@ def run_microbatches(
                 total = loss.detach() if total is None else total + loss.detach()
                 if trained is not None:
                     trained.backward(loss)
-            elif trained is not None:
-                trained.reduce_gradients()
+            elif trained is not None and index + 1 == len(parts):
+                trained.backward(zero_from(output))  # the other ranks count on this one's part in the reduction
         if return_outputs:
             outputs.append(_detached(output))
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,9 @@ from colonnade.shardformer.layer.head import VocabParallelLMHead1D
 from colonnade.shardformer.layer.sharding import sizes_of
 
 FIELD = "logits"
+_PENDING = "_gather_logits"
+# what hands out values of a ModelOutput, or copies it
+_READERS = ("__getitem__", "__reduce__", "__reduce_ex__", "__eq__", "get", "items", "pop", "setdefault", "to_tuple", "values")
 
 
 class WholeLogits:
@@ -27,16 +31,17 @@ class WholeLogits:
         self.axis, self.sizes = head.axis, sizes_of(head.vocab_size, head.axis)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):  # return_dict=False: a scalar loss where there is one, then the logits
+            at = next((i for i, x in enumerate(output) if self._is_local(x)), None)
+            return output if at is None else (*output[:at], self.gather(output[at]), *output[at + 1 :])
         logits = getattr(output, FIELD, None)
-        if isinstance(output, tuple):
-            return tuple(self.gather(x) if self._is_local(x) else x for x in output)
-        if not isinstance(logits, torch.Tensor) or not self._is_local(logits):
+        if not self._is_local(logits):
             return output
         if getattr(output, "loss", None) is None:
             output[FIELD] = self.gather(logits)
             return output
         output.__class__ = _lazy(type(output))  # type: ignore[arg-type]  # classes are hashable
-        output.__dict__["_gather_logits"] = self.gather
+        output.__dict__[_PENDING] = self.gather
         return output
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
@@ -49,27 +54,33 @@ class WholeLogits:
 
 @cache
 def _lazy(kind: Any) -> type:
-    """A subclass of an output class whose logits are gathered when first read, by attribute, key or position."""
+    """A subclass of an output class whose logits are gathered when something first asks for them.
+
+    From then on, or once other logits have been put in their place, the object is an ordinary `kind` again.
+    """
+
+    def settle(self: Any) -> None:
+        self.__class__ = kind
+        setattr(self, FIELD, self.__dict__.pop(_PENDING)(self.__dict__[FIELD]))
 
     def read(self: Any) -> torch.Tensor:
-        gather = self.__dict__.pop("_gather_logits", None)
-        if gather is not None:
-            whole = gather(self.__dict__[FIELD])
-            dict.__setitem__(self, FIELD, whole)
-            self.__dict__[FIELD] = whole
-        return self.__dict__[FIELD]
+        settle(self)
+        return getattr(self, FIELD)
 
-    def getitem(self: Any, key: Any) -> Any:
-        read(self)
-        return kind.__getitem__(self, key)
+    def write(self: Any, logits: Any) -> None:
+        pending = self.__dict__.pop(_PENDING, None)  # absent while a new object is being filled
+        if pending is not None and OrderedDict.get(self, FIELD) is self.__dict__[FIELD]:
+            OrderedDict.__delitem__(self, FIELD)  # or the local ones would stay behind as an item
+        self.__class__ = kind
+        setattr(self, FIELD, logits)
 
-    def iterate(name: str) -> Any:
-        def method(self: Any) -> Any:
-            read(self)
-            return getattr(kind, name)(self)
+    def settled(name: str) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            settle(self)
+            return getattr(self, name)(*args, **kwargs)
 
         return method
 
-    body: dict[str, Any] = {FIELD: property(read), "__getitem__": getitem, "__module__": kind.__module__}
-    body |= {name: iterate(name) for name in ("items", "values", "to_tuple")}
+    body: dict[str, Any] = {FIELD: property(read, write), "__module__": kind.__module__}
+    body |= {name: settled(name) for name in _READERS}
     return type(kind.__name__, (kind,), body)

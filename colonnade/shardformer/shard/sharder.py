@@ -40,9 +40,14 @@ class ModelSharder:
         self.average = average or LossAverage()
         self.axis = shard_config.axis
         self.replaced: list[tuple[str, str]] = []
+        self._matches: list[Match] | None = None
 
-    def shard(self) -> list[dict[str, nn.Parameter]]:
-        """Do it, and return the groups of names under which one parameter is known (tied weights)."""
+    def prepare(self) -> None:
+        """Find out what is to be done and whether it can be; `shard` does this first where it has not been done.
+
+        Raises:
+            PolicyError, ConfigError: the same on every rank, before any communication.
+        """
         self.policy.set_model(self.model)
         self.policy.set_shard_config(self.shard_config)
         self.policy.config_sanity_check()
@@ -51,12 +56,20 @@ class ModelSharder:
         matches = match(self.model, self.policy.module_policy(), type(self.policy).__name__)
         if self.axis.size > 1:
             check_divisible(matches, self.axis.size, type(self.model).__name__)
-        for found in matches:
+        self._matches = matches
+
+    def shard(self) -> list[dict[str, nn.Parameter]]:
+        """Do it, and return the groups of names under which one parameter is known (tied weights)."""
+        if self._matches is None:
+            self.prepare()
+        for found in self._matches or ():
             self._apply(found)
         self.model = self.policy.postprocess() or self.model
         self._check_owners()
         self._name_layouts()
         self._open_doors()
+        if self.shard_config.enable_flash_attention:
+            choose_attention(self.model)
         return shared_parameters(self.model)
 
     def _apply(self, found: Match) -> None:
@@ -155,3 +168,15 @@ def shared_parameters(model: nn.Module) -> list[dict[str, nn.Parameter]]:
     for name, param in model.named_parameters(remove_duplicate=False):
         groups.setdefault(param, {})[name] = param
     return [group for group in groups.values() if len(group) > 1]
+
+
+def choose_attention(model: nn.Module) -> None:
+    """Use the flash-attention package where it is installed and can run, else torch's own fused attention."""
+    choose = getattr(model, "set_attn_implementation", None)
+    if choose is None:
+        return
+    from transformers.utils import is_flash_attn_2_available
+
+    param = next(model.parameters())
+    fits = param.device.type == "cuda" and param.element_size() == 2 and is_flash_attn_2_available()
+    choose("flash_attention_2" if fits else "sdpa")

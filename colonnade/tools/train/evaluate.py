@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import Dataset
@@ -49,32 +49,29 @@ def held_out_loss(booster: Booster, model: torch.nn.Module, data: Dataset, rows:
     return total / len(rows)
 
 
-def write_sample(
-    model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, prompt: torch.Tensor, length: int, seed: int
-) -> str:
+def write_sample(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: torch.Tensor, length: int, seed: int) -> str:
     """Let the model continue a text; the same on every rank, since all draw from the same seed.
 
     Args:
-        model: what the booster returned; its ranks generate together.
+        model: the user's model inside the boosted one; its ranks generate together.
         prompt: [1, tokens] ids to begin with.
         length: tokens to write at most; prompt and sample together stay within the model's positions.
     """
     torch.manual_seed(seed)
     ids = prompt.to(current_device())
-    positions = getattr(model.unwrap().config.get_text_config(), "max_position_embeddings", None)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None:
         length = min(length, positions - ids.shape[1])
-    if length < 1:
-        return tokenizer.decode(ids[0], skip_special_tokens=True)
-    with evaluation_mode(model):
-        written = model.unwrap().generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=length,
-            do_sample=True,
-            temperature=0.7,
-            top_k=50,
-            use_cache=True,
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        )
-    return tokenizer.decode(written[0], skip_special_tokens=True)
+    if length > 0:
+        with evaluation_mode(model):
+            ids = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=length,
+                do_sample=True,
+                temperature=0.7,
+                top_k=50,
+                use_cache=True,
+                pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            )
+    return str(tokenizer.decode(ids[0], skip_special_tokens=True))

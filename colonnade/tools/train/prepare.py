@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from colonnade.errors import ConfigError, explain
-from colonnade.tools.train.corpus import TokenSequences, evenly_spaced, join_tokens, unigram_entropy
+from colonnade.tools.train.corpus import evenly_spaced, join_tokens, unigram_entropy
 from colonnade.tools.train.options import TrainOptions
 from colonnade.tools.train.output import check_output, claim_output, remove_work
 from colonnade.tools.train.presets import preset_config
@@ -57,6 +57,17 @@ class Plan:
         return cls(**plain)
 
 
+@dataclass(frozen=True)
+class Material:
+    """Text as tokens, and the configuration of the model that is to read them."""
+
+    tokenizer: PreTrainedTokenizerBase
+    config: PretrainedConfig
+    split: Split
+    train: np.ndarray  # [T] token ids
+    held_out: np.ndarray  # [T] token ids
+
+
 def prepare(options: TrainOptions, say: Callable[[str], None]) -> Path:
     """Check the options against the files, turn the text into tokens, and fill the work folder of the output.
 
@@ -70,17 +81,34 @@ def prepare(options: TrainOptions, say: Callable[[str], None]) -> Path:
 
     Raises:
         ConfigError: for an output that may not be replaced, a model or a text that is not there or does not fit.
+        PolicyError: for a family of models that cannot be split.
     """
     quiet_transformers()
+    folder = options.output.folder
     given = [path for path in (options.model.path, options.data.path) if path is not None]
-    check_output(options.output.folder, options.output.overwrite, tuple(given))
+    check_output(folder, options.output.overwrite, tuple(given))
     source = None if options.model.path is None else find_model(options.model.path)
-    config = None if source is None else source.config()
+    config = _preset_config(options, None) if source is None else source.config()
     _check_positions(options, config)
-    check_layout(config or _preset_config(options, None), options.layout.tp)
-    split = split_documents(
-        read_documents(options.data.path, leave_out=options.output.folder), options.data.held_out_percent
-    )
+    check_layout(config, options.layout.tp)
+    material = _read(options, source, config, say)
+    work = claim_output(folder, options.to_json())
+    try:
+        _fill(work, options, source, material, say)
+    except OSError as error:
+        remove_work(folder)
+        raise ConfigError(explain(f"the run cannot be prepared in {folder}.", [("reason", str(error))])) from error
+    except BaseException:
+        remove_work(folder)
+        raise
+    return work
+
+
+def _read(
+    options: TrainOptions, source: ModelFiles | None, config: PretrainedConfig, say: Callable[[str], None]
+) -> Material:
+    documents = read_documents(options.data.path, leave_out=options.output.folder)
+    split = split_documents(documents, options.data.held_out_percent)
     if source is None:
         tokenizer = learn_tokenizer(split.train, options.model.vocab_size, options.data.sequence)
         say(f"learned a vocabulary of {len(tokenizer):,} tokens from {len(split.train):,} texts")
@@ -91,60 +119,38 @@ def prepare(options: TrainOptions, say: Callable[[str], None]) -> Path:
     _check_amount(options, train, held_out)
     _check_vocabulary(config, train, held_out)
     say(f"training text {len(train):,} tokens, held-out text {len(held_out):,} tokens ({len(split.held_out):,} texts)")
-    plan = _plan(options, source, split, train, held_out, config)
-
-    work = claim_output(options.output.folder, options.to_json())
-    try:
-        np.save(work / TRAIN_TOKENS, train)
-        np.save(work / HELD_OUT_TOKENS, held_out)
-        tokenizer.save_pretrained(work / TOKENIZER)
-        plan = _write_start(plan, source, config, work, say)
-        plan.write(work)
-    except BaseException:
-        remove_work(options.output.folder)
-        raise
-    return work
+    return Material(tokenizer, config, split, train, held_out)
 
 
-def _plan(
-    options: TrainOptions,
-    source: ModelFiles | None,
-    split: Split,
-    train: np.ndarray,
-    held_out: np.ndarray,
-    config: PretrainedConfig,
-) -> Plan:
-    length = options.data.sequence
-    sequences = TokenSequences(held_out, length)
-    rows = evenly_spaced(len(sequences), max(1, options.data.eval_tokens // length))
-    # The first token of a sequence is given, not predicted.
-    targets = np.concatenate([held_out[row * length + 1 : (row + 1) * length] for row in rows])
-    vocab_size = config.get_text_config().vocab_size
-    return Plan(
-        options=options,
-        start=Path() if source is None else source.folder,
-        from_scratch=source is None,
-        train_tokens=len(train),
-        train_texts=len(split.train),
-        held_out_texts=len(split.held_out),
-        held_out_rows=tuple(rows),
-        unigram_entropy=unigram_entropy(train, targets, vocab_size),
-    )
-
-
-def _write_start(
-    plan: Plan, source: ModelFiles | None, config: PretrainedConfig, work: Path, say: Callable[[str], None]
-) -> Plan:
-    """Where the start is not a model folder already, write one (a configuration alone for a model from scratch)."""
-    fields: dict[str, Any] = {key: getattr(plan, key) for key in Plan.__dataclass_fields__}
+def _fill(
+    work: Path, options: TrainOptions, source: ModelFiles | None, material: Material, say: Callable[[str], None]
+) -> None:
+    """Write what the ranks read."""
+    np.save(work / TRAIN_TOKENS, material.train)
+    np.save(work / HELD_OUT_TOKENS, material.held_out)
+    material.tokenizer.save_pretrained(work / TOKENIZER)
+    start = work / START
     if source is None:
-        config.save_pretrained(work / START)
+        material.config.save_pretrained(start)
     elif source.gguf_file is not None:
         say(f"expanding {source.gguf_file} to float32")
-        source.expand(work / START)
+        source.expand(start)
     else:
-        return plan
-    return Plan(**fields | {"start": work / START})
+        start = source.folder
+    length = options.data.sequence
+    rows = evenly_spaced(len(material.held_out) // length, max(1, options.data.eval_tokens // length))
+    # The first token of a sequence is given, not predicted.
+    targets = np.concatenate([material.held_out[row * length + 1 : (row + 1) * length] for row in rows])
+    Plan(
+        options=options,
+        start=start.absolute(),
+        from_scratch=source is None,
+        train_tokens=len(material.train),
+        train_texts=len(material.split.train),
+        held_out_texts=len(material.split.held_out),
+        held_out_rows=tuple(rows),
+        unigram_entropy=unigram_entropy(material.train, targets, material.config.get_text_config().vocab_size),
+    ).write(work)
 
 
 def _preset_config(options: TrainOptions, tokenizer: PreTrainedTokenizerBase | None) -> PretrainedConfig:
@@ -159,8 +165,8 @@ def _preset_config(options: TrainOptions, tokenizer: PreTrainedTokenizerBase | N
     )
 
 
-def _check_positions(options: TrainOptions, config: PretrainedConfig | None) -> None:
-    positions = None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
+def _check_positions(options: TrainOptions, config: PretrainedConfig) -> None:
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and options.data.sequence > positions:
         raise ConfigError(
             explain(

@@ -52,34 +52,34 @@ def train_on_this_rank(work: Path) -> None:
     held_out = TokenSequences.open(work / HELD_OUT_TOKENS, options.data.sequence)
 
     plugin = make_plugin(options)
-    model = build_model(plan.start, plan.from_scratch, options.seed)
-    parameters = sum(p.numel() for p in model.parameters())
-    optimizer = make_optimizer(model, options.optimizer)
-    scheduler = make_scheduler(optimizer, options.optimizer)
+    native = build_model(plan.start, plan.from_scratch, options.seed)
+    parameters = sum(p.numel() for p in native.parameters())
+    adamw = make_optimizer(native, options.optimizer)
     share = options.optimizer.batch // options.layout.dp
     loader = plugin.prepare_dataloader(train, batch_size=share, shuffle=True, seed=options.seed, drop_last=True)
     booster = Booster(plugin=plugin)
-    model, optimizer, _, loader, scheduler = booster.boost(model, optimizer, None, loader, scheduler)
+    model: Any
+    model, optimizer, _, loader, scheduler = booster.boost(
+        native, adamw, None, loader, make_scheduler(adamw, options.optimizer)
+    )
 
     def measure() -> float:
         return held_out_loss(booster, model, held_out, plan.held_out_rows, options.optimizer.batch)
 
     before = None if plan.from_scratch else measure()
     reporter = Reporter(options.output.folder / METRICS, options.optimizer.steps) if is_first_rank() else None
+    batches = endless(loader)
     started = time.perf_counter()
     with reporter or nullcontext():
-        batches = endless(loader)
         for step in range(1, options.optimizer.steps + 1):
             record = train_step(step, started, batches, booster, model, optimizer, scheduler, options)
-            last = step == options.optimizer.steps
-            due = last or (options.eval_every and step % options.eval_every == 0)
-            loss = measure() if due else None
+            loss = measure() if measures_after(step, options) else None
             if reporter is not None:
                 reporter.step(record, loss)
     seconds = time.perf_counter() - started
 
     prompt = prompt_ids(options, tokenizer, held_out)
-    sample = write_sample(model, tokenizer, prompt, options.output.sample_tokens, options.seed)
+    sample = write_sample(model.unwrap(), tokenizer, prompt, options.output.sample_tokens, options.seed)
     ready = work / "ready"
     booster.save_model(model, ready, shard=True)
     if reporter is not None:
@@ -122,6 +122,12 @@ def make_scheduler(optimizer: torch.optim.Optimizer, options: OptimizerOptions) 
         return LOWEST_RATE + (1 - LOWEST_RATE) * 0.5 * (1 + math.cos(math.pi * done))
 
     return LambdaLR(optimizer, factor)
+
+
+def measures_after(step: int, options: TrainOptions) -> bool:
+    """Whether the held-out loss is measured after a step: at the end, and every `eval_every` steps where that is not 0."""
+    every = options.eval_every
+    return step == options.optimizer.steps or (every > 0 and step % every == 0)
 
 
 def endless(loader: Any) -> Iterator[dict[str, torch.Tensor]]:
