@@ -84,6 +84,8 @@ class Booster:
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
         """Accumulate gradients inside the block without communication over data-parallel ranks.
 
+        Both the forward and the backward of a micro-step belong inside.
+
         Raises:
             UsageError: the plugin cannot do that.
         """

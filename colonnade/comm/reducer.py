@@ -69,13 +69,22 @@ class GradientReducer:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], axis: Axis, bucket_bytes: int = 8 << 20) -> None:
-        self.axis = axis
-        self.buckets = [_Bucket(group) for group in _group(parameters, bucket_bytes)] if axis.size > 1 else []
-        self._home = {param: bucket for bucket in self.buckets for param in bucket.params}
+        self.axis, self.bucket_bytes = axis, bucket_bytes
+        self.buckets: list[_Bucket] = []
+        self._parameters = list(parameters) if axis.size > 1 else []
+        self._home: dict[nn.Parameter, _Bucket] = {}
         self._next = 0
         self._paused = False
-        for param in self._home:
-            param.register_post_accumulate_grad_hook(self._ready)
+        self._take_in()
+
+    def _take_in(self) -> None:
+        """Make buckets for parameters that train and have none: all at first, later those that have been thawed."""
+        for group in _group([p for p in self._parameters if p not in self._home], self.bucket_bytes):
+            bucket = _Bucket(group)
+            self.buckets.append(bucket)
+            for param in group:
+                self._home[param] = bucket
+                param.register_post_accumulate_grad_hook(self._ready)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -100,7 +109,10 @@ class GradientReducer:
 
     def finish(self) -> None:
         """Reduce what has not been, and wait for all of it. Call after each backward that is not paused."""
-        if self._paused or not self.buckets:
+        if self._paused or not self._parameters:
+            return
+        self._take_in()
+        if not self.buckets:
             return
         unused = [p for bucket in self.buckets for p in bucket.params if p.grad is None]
         for bucket in self.buckets[self._next :]:

@@ -1,45 +1,74 @@
 """Master weights: the float32 copies that the optimizer steps on while the model computes in 16 bits.
 
-(Mixed precision training, Micikevicius et al. 2018, section 3.1.) The Parameter objects stay those the user gave to
-the optimizer. For the duration of a step their storage is the master copy, so that any optimizer works unchanged and
-its state belongs to the parameters that the user knows.
+(Mixed precision training, Micikevicius et al. 2018, section 3.1.) The Parameter objects in the optimizer's groups stay
+those the user gave to it, and its state stays theirs. Only for the duration of a step the master weights stand in their
+place, so that any optimizer works unchanged. (Giving a parameter float32 storage for the step instead would make torch
+forget the hooks by which DistributedDataParallel learns of its gradient.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
+
+from colonnade.model.layout import layout_of, set_layout
 
 
 class MasterWeights:
-    """float32 copies of 16-bit parameters.
+    """float32 copies of the parameters of an optimizer, taken before these are cast to 16 bits.
 
     Args:
-        parameters: those of the optimizer, before they are cast to 16 bits.
+        optimizer: whose parameters they are for; None for an optimizer that steps on the parameters themselves.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.master = {p: p.data.float() for p in parameters if p.is_floating_point()}
+    def __init__(self, optimizer: Optimizer | None) -> None:
+        self.optimizer = optimizer
+        self.master: dict[nn.Parameter, nn.Parameter] = {}
+        groups = [] if optimizer is None else optimizer.param_groups
+        for param in (p for group in groups for p in group["params"]):
+            self._add(param)
+
+    def _add(self, param: nn.Parameter) -> None:
+        if param.is_floating_point():
+            self.master[param] = nn.Parameter(param.data.float(), requires_grad=param.requires_grad)
+            set_layout(self.master[param], layout_of(param))
 
     def refresh(self) -> None:
         """Take over the model's weights, after something else has written them (loading a checkpoint)."""
         for param, master in self.master.items():
-            master.copy_(param.data)
+            master.data.copy_(param.data)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Inside the block parameters and gradients are float32; afterwards parameters are the rounded result."""
-        working = {p: (p.data, p.grad) for p in self.master}
-        for param, (_, grad) in working.items():
-            param.grad = None
-            param.data = self.master[param]
-            param.grad = None if grad is None else grad.float()
+        """Inside the block the optimizer holds the master weights and their gradients; afterwards the model is updated."""
+        if self.optimizer is None:
+            yield
+            return
+        optimizer = self.optimizer
+        working = [group["params"] for group in optimizer.param_groups]
+        for param in (p for params in working for p in params if p not in self.master):
+            self._add(param)  # of a group that was added after boost
+        for group, params in zip(optimizer.param_groups, working):
+            group["params"] = [self.master.get(p, p) for p in params]
+        for param, master in self.master.items():
+            master.grad = None if param.grad is None else param.grad.float()
+            _move_state(optimizer, param, master)
         try:
             yield
         finally:
-            for param, (data, grad) in working.items():
-                param.grad = None
-                param.data = data.copy_(self.master[param])
-                param.grad = grad
+            for group, params in zip(optimizer.param_groups, working):
+                group["params"] = params
+            for param, master in self.master.items():
+                _move_state(optimizer, master, param)
+                if master.grad is not None:
+                    param.data.copy_(master.data)
+                    master.grad = None
+
+
+def _move_state(optimizer: Optimizer, source: torch.Tensor, target: torch.Tensor) -> None:
+    if source in optimizer.state:
+        optimizer.state[target] = optimizer.state.pop(source)

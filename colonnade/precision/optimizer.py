@@ -39,7 +39,7 @@ class ParallelOptimizer(Optimizer):
         self.inner, self.mesh, self.max_norm = inner, mesh, check_max_norm(max_norm)
         self.reducer: GradientReducer | None = None
         shard_optimizer_state(inner)
-        self.master = MasterWeights(self.parameters() if dtype != torch.float32 else ())
+        self.master = MasterWeights(inner if dtype != torch.float32 else None)
         self._norm: torch.Tensor | None = None
 
     def parameters(self) -> list[nn.Parameter]:
@@ -118,7 +118,7 @@ class ParallelOptimizer(Optimizer):
 
 def check_max_norm(max_norm: float) -> float:
     """Refuse a clipping norm that is negative or not a number."""
-    if not max_norm >= 0:
+    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm >= 0:
         raise ConfigError(f"max_norm={max_norm!r} must be a number ≥ 0 (0 switches clipping off).")
     return float(max_norm)
 

@@ -156,12 +156,11 @@ def next_batch(data_iter: Any) -> Any:
     Raises:
         UsageError: what was given is no iterator.
     """
-    try:
-        return next(data_iter)
-    except TypeError as error:
+    if not hasattr(data_iter, "__next__"):
         raise UsageError(
             explain(
                 f"execute_pipeline takes an iterator of batches, and was given a {type(data_iter).__name__}.",
                 [("try", "iter(dataloader), made once before the loop; or iter([batch]) for a single batch")],
             )
-        ) from error
+        )
+    return next(data_iter)

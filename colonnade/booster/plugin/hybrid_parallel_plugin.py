@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from colonnade.booster.plugin.plugin_base import Boosted, DPPluginBase, pristine_config
+from colonnade.booster.plugin.plugin_base import Boosted, DPPluginBase, check_boostable, pristine_config
 from colonnade.booster.plugin.start import start_alike
 from colonnade.cluster.device import current_device
 from colonnade.cluster.mesh import ParallelMesh
@@ -35,7 +35,7 @@ class HybridParallelPlugin(DPPluginBase):
         enable_fused_normalization: replace norms by one fused operator each.
         enable_flash_attention: choose the fastest attention implementation that is installed.
         num_microbatches, microbatch_size: how `execute_pipeline` cuts a batch; by default not at all.
-        custom_policy: sharding policy to use instead of the model family's own.
+        custom_policy: sharding policy, or its class, to use instead of the model family's own.
         bucket_bytes: size of the buckets in which gradients are averaged over data-parallel ranks.
         check_batches: at every forward check that the ranks of a tensor-parallel group got the same batch (debugging).
 
@@ -57,7 +57,7 @@ class HybridParallelPlugin(DPPluginBase):
         enable_flash_attention: bool = False,
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
-        custom_policy: Policy | None = None,
+        custom_policy: Policy | type[Policy] | None = None,
         bucket_bytes: int = 8 << 20,
         check_batches: bool = False,
     ) -> None:
@@ -66,7 +66,8 @@ class HybridParallelPlugin(DPPluginBase):
             raise ConfigError(f"bucket_bytes={bucket_bytes!r} must be a whole number of at least 1.")
         mesh = ParallelMesh(tp=tp_size, pp=pp_size, sp=sp_size)
         super().__init__(mesh, precision, max_norm, microbatch_size, num_microbatches, check_batches)
-        self.custom_policy, self.bucket_bytes = custom_policy, bucket_bytes
+        self.custom_policy = custom_policy() if isinstance(custom_policy, type) else custom_policy
+        self.bucket_bytes = bucket_bytes
         self.shard_config = ShardConfig(
             tensor_parallel_process_group=mesh.axis("tp"),
             enable_tensor_parallelism=tp_size > 1,
@@ -82,6 +83,7 @@ class HybridParallelPlugin(DPPluginBase):
         dataloader: DataLoader | None = None,
         lr_scheduler: Any = None,
     ) -> Boosted:
+        check_boostable(model, optimizer)
         config, average = pristine_config(model), LossAverage()
         sharder = ShardFormer(self.shard_config).prepare(model, self.custom_policy, average)
         start_alike(sharder.model, self.mesh)

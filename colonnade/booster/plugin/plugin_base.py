@@ -20,7 +20,7 @@ from colonnade.booster.plugin.boosted_model import BoostedModel
 from colonnade.booster.plugin.dataloader import StatefulDataLoader, make_dataloader
 from colonnade.booster.plugin.microbatch import run_microbatches
 from colonnade.cluster.mesh import ParallelMesh
-from colonnade.errors import UsageError
+from colonnade.errors import UsageError, explain
 from colonnade.precision.optimizer import ParallelOptimizer, check_max_norm
 from colonnade.precision.precision import parse_precision
 
@@ -203,6 +203,42 @@ class DPPluginBase(Plugin):
         boosted.train(model.training)
         boosted.optimizers = [] if optimizer is None else [optimizer]
         return boosted
+
+
+def check_boostable(model: Any, optimizer: Any) -> None:
+    """Refuse what cannot be boosted, before anything is changed.
+
+    Raises:
+        UsageError: no module, no optimizer, one that has been boosted before, or an optimizer of another model.
+    """
+    if isinstance(model, BoostedModel) or isinstance(optimizer, ParallelOptimizer):
+        what = "model" if isinstance(model, BoostedModel) else "optimizer"
+        raise UsageError(
+            f"this {what} has been boosted already; boost takes the plain one (boosted.unwrap(), optimizer.inner)."
+        )
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"boost takes a torch module as the model, and was given {_kind(model)}.")
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(f"boost takes a torch optimizer, and was given {_kind(optimizer)}.")
+    own = set(model.parameters())
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = sum(p not in own for p in params)
+    if foreign:
+        raise UsageError(
+            explain(
+                f"{foreign} of the optimizer's {len(params)} parameters are not parameters of this {type(model).__name__}.",
+                [
+                    ("reason", "it was made from another model, or before the model's parameters were replaced"),
+                    ("try", "make the optimizer from model.parameters() right before boost"),
+                ],
+            )
+        )
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}: {value!r:.60}"
 
 
 def pristine_config(model: nn.Module) -> Any:

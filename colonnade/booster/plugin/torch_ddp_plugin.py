@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from colonnade.booster.plugin.plugin_base import Boosted, DPPluginBase, boosted_model, pristine_config
+from colonnade.booster.plugin.plugin_base import Boosted, DPPluginBase, boosted_model, check_boostable, pristine_config
 from colonnade.booster.plugin.start import start_alike
 from colonnade.cluster.device import current_device
 from colonnade.cluster.mesh import Axis, ParallelMesh
@@ -66,6 +66,7 @@ class TorchDDPPlugin(DPPluginBase):
         dataloader: DataLoader | None = None,
         lr_scheduler: Any = None,
     ) -> Boosted:
+        check_boostable(model, optimizer)
         config, average = pristine_config(model), LossAverage()
         start_alike(model, self.mesh)
         if takes_causal_lm_loss(model):

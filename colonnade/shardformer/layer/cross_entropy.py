@@ -28,16 +28,22 @@ class _VocabParallelCrossEntropy(Function):
         elsewhere_N = (local_N < 0) | (local_N >= width)
         local_N = local_N.masked_fill(elsewhere_N, 0)
         target_N = logits_Nv.gather(1, local_N.unsqueeze(1)).squeeze(1).masked_fill(elsewhere_N, 0.0)
-        # one exchange: each rank's own log-sum-exp and its logit of the target, if it holds it
-        stats_R2N = torch.stack(all_gather(torch.stack([logits_Nv.logsumexp(1), target_N]), axis))
-        lse_N, target_N = stats_R2N[:, 0].logsumexp(0), stats_R2N[:, 1].sum(0)
-        ctx.save_for_backward(logits_Nv, lse_N, local_N, elsewhere_N)
-        return lse_N - target_N
+        top_N = logits_Nv.amax(1).clamp_(min=torch.finfo(logits_Nv.dtype).min)  # finite where all are minus infinity
+        # one exchange: each rank's maximum, its log-sum-exp above that, and its logit of the target if it holds it
+        stats_3N = torch.stack([top_N, (logits_Nv - top_N.unsqueeze(1)).logsumexp(1), target_N])
+        tops_RN, lses_RN, targets_RN = torch.stack(all_gather(stats_3N, axis)).unbind(1)
+        top_N = tops_RN.amax(0)
+        # everything is kept relative to the maximum: what is common to all logits must not cost digits
+        lse_N = (tops_RN - top_N + lses_RN).logsumexp(0)
+        ctx.save_for_backward(logits_Nv, top_N, lse_N, local_N, elsewhere_N)
+        return lse_N - (targets_RN.sum(0) - top_N)
 
     @staticmethod
     def backward(ctx: Any, grad_N: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        logits_Nv, lse_N, local_N, elsewhere_N = ctx.saved_tensors
-        grad_Nv = (logits_Nv - lse_N.unsqueeze(1)).exp_()  # the softmax over the whole vocabulary, own columns
+        logits_Nv, top_N, lse_N, local_N, elsewhere_N = ctx.saved_tensors
+        grad_Nv = (
+            (logits_Nv - top_N.unsqueeze(1)).sub_(lse_N.unsqueeze(1)).exp_()
+        )  # the softmax over the whole vocabulary, own columns
         grad_Nv.scatter_add_(1, local_N.unsqueeze(1), (elsewhere_N.to(grad_Nv.dtype) - 1.0).unsqueeze(1))
         return grad_Nv.mul_(grad_N.unsqueeze(1)), None, None, None
 
@@ -55,7 +61,7 @@ def cross_entropy_1d(
     Computed in float32. Equals `torch.nn.functional.cross_entropy` on the gathered logits. (Megatron-LM,
     Shoeybi et al. 2019, section 3: the fused vocabulary-parallel loss.)
 
-    Traffic: forward one all-gather of 2 scalars a token from each rank; backward none.
+    Traffic: forward one all-gather of 3 scalars a token from each rank; backward none.
 
     Args:
         vocab_logits: [..., v], this rank's columns.

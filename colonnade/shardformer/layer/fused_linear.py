@@ -16,33 +16,19 @@ from colonnade.cluster.mesh import Axis
 from colonnade.errors import PolicyError
 from colonnade.shardformer.layer.linear import ColumnParallel, Linear1D_Col, RowParallel
 from colonnade.shardformer.layer.region import Region
-from colonnade.shardformer.layer.sharding import Layer, adopt, shard_parameter
+from colonnade.shardformer.layer.sharding import Layer, shard_parameter
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 class FusedLinear1D_Col(Linear1D_Col):
-    """Column-parallel linear layer with several fused parts in its output, three equal ones by default.
+    """Column-parallel linear layer with fused parts in its output, three equal ones by default ([q|k|v]).
 
     The same as `Linear1D_Col(pieces=...)`, which says what the arguments mean.
     """
 
-    @classmethod
-    def from_native_module(
-        cls,
-        module: nn.Module,
-        process_group: Axis | ProcessGroup | None = None,
-        *,
-        gather_output: bool = False,
-        pieces: int | Sequence[int] = 3,
-        units: int | None = None,
-        region: Region | None = None,
-    ) -> FusedLinear1D_Col:
-        """Take over an `nn.Linear` whose output features are fused parts, each split by itself."""
-        layer = adopt(module, cls, nn.Linear)
-        layer._shard(Axis.of(process_group), gather_output, pieces, units, region)
-        return layer
+    PIECES = 3
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -79,7 +65,7 @@ class Conv1D_Col(ColumnParallel, nn.Module):
         process_group: Axis | ProcessGroup | None = None,
         *,
         gather_output: bool = False,
-        pieces: int | Sequence[int] = 1,
+        pieces: int | Sequence[int] | None = None,
         units: int | None = None,
         region: Region | None = None,
     ) -> Conv1D_Col:
@@ -103,20 +89,7 @@ class Conv1D_Col(ColumnParallel, nn.Module):
 class FusedLinearConv1D_Col(Conv1D_Col):
     """Column-parallel Conv1D with fused parts, three equal ones by default (GPT-2's c_attn)."""
 
-    @classmethod
-    def from_native_module(
-        cls,
-        module: nn.Module,
-        process_group: Axis | ProcessGroup | None = None,
-        *,
-        gather_output: bool = False,
-        pieces: int | Sequence[int] = 3,
-        units: int | None = None,
-        region: Region | None = None,
-    ) -> FusedLinearConv1D_Col:
-        """Take over a Conv1D whose output features are fused parts, each split by itself."""
-        make = Conv1D_Col.from_native_module.__func__  # type: ignore[attr-defined]
-        return make(cls, module, process_group, gather_output=gather_output, pieces=pieces, units=units, region=region)
+    PIECES = 3
 
 
 class Conv1D_Row(RowParallel, nn.Module):

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 class ColumnParallel:
     """What column-parallel layers share whatever way their weight lies: entry, gathering, description."""
 
+    PIECES = 1  # fused parts in the output unless the caller says otherwise
+
     axis: Axis
     region: Region
     gather_output: bool
@@ -39,10 +41,11 @@ class ColumnParallel:
         whole: int,
         axis: Axis,
         gather_output: bool,
-        pieces: int | Sequence[int],
+        pieces: int | Sequence[int] | None,
         units: int | None,
         region: Region | None,
     ) -> list[tuple[int, int]]:
+        pieces = self.PIECES if pieces is None else pieces
         self.axis, self.region, self.gather_output = axis, region or Region(axis), gather_output
         self._whole, self._pieces, self._units = whole, pieces, units
         ranges = ranges_of(whole, axis, f"the output of {type(self).__name__}", pieces, units)
@@ -99,7 +102,7 @@ class Linear1D_Col(ColumnParallel, nn.Linear):
         *,
         process_group: Axis | ProcessGroup | None = None,
         gather_output: bool = False,
-        pieces: int | Sequence[int] = 1,
+        pieces: int | Sequence[int] | None = None,
         units: int | None = None,
         region: Region | None = None,
     ) -> None:
@@ -113,7 +116,7 @@ class Linear1D_Col(ColumnParallel, nn.Linear):
         process_group: Axis | ProcessGroup | None = None,
         *,
         gather_output: bool = False,
-        pieces: int | Sequence[int] = 1,
+        pieces: int | Sequence[int] | None = None,
         units: int | None = None,
         region: Region | None = None,
     ) -> Linear1D_Col:
@@ -123,7 +126,12 @@ class Linear1D_Col(ColumnParallel, nn.Linear):
         return layer
 
     def _shard(
-        self, axis: Axis, gather_output: bool, pieces: int | Sequence[int], units: int | None, region: Region | None
+        self,
+        axis: Axis,
+        gather_output: bool,
+        pieces: int | Sequence[int] | None,
+        units: int | None,
+        region: Region | None,
     ) -> None:
         ranges = self._set_columns(self.out_features, axis, gather_output, pieces, units, region)
         shard_parameter(self.weight, 0, ranges, axis)

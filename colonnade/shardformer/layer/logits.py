@@ -16,7 +16,18 @@ from colonnade.shardformer.layer.sharding import sizes_of
 FIELD = "logits"
 _PENDING = "_gather_logits"
 # what hands out values of a ModelOutput, or copies it
-_READERS = ("__getitem__", "__reduce__", "__reduce_ex__", "__eq__", "get", "items", "pop", "setdefault", "to_tuple", "values")
+_READERS = (
+    "__getitem__",
+    "__reduce__",
+    "__reduce_ex__",
+    "__eq__",
+    "get",
+    "items",
+    "pop",
+    "setdefault",
+    "to_tuple",
+    "values",
+)
 
 
 class WholeLogits:

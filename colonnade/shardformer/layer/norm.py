@@ -49,8 +49,8 @@ class FusedRMSNorm(nn.Module):
         """
         eps = next((getattr(module, name) for name in ("variance_epsilon", "eps") if hasattr(module, name)), None)
         weight = getattr(module, "weight", None)
-        if eps is None and isinstance(module, nn.RMSNorm):
-            eps = torch.finfo(weight.dtype if weight is not None else torch.float32).eps
+        if eps is None and isinstance(module, nn.RMSNorm) and weight is not None:
+            eps = torch.finfo(torch.promote_types(weight.dtype, torch.float32)).eps  # torch's default
         if not isinstance(eps, float) or not isinstance(weight, nn.Parameter) or weight.dim() != 1:
             raise _not_a_norm(module, "it has no epsilon or no one-dimensional weight")
         layer = cls.__new__(cls)

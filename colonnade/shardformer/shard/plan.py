@@ -15,6 +15,7 @@ from torch import nn
 
 from colonnade.errors import ConfigError, PolicyError, explain
 from colonnade.shardformer.description import ModulePolicyDescription, SubModuleReplacementDescription
+from colonnade.shardformer.layer.embedding import Embedding1D, VocabParallelEmbedding1D
 from colonnade.shardformer.layer.linear import ColumnParallel, RowParallel
 
 
@@ -90,10 +91,23 @@ def _add(found: Match, rule: SubModuleReplacementDescription, model: nn.Module) 
         return None
     if rule.ignore_if_not_exist:
         return None
-    have = [name for name, _ in found.module.named_children()]
-    near = difflib.get_close_matches(rule.suffix, have, 1)
-    hint = f' (did you mean "{near[0]}"?)' if near else ""
-    return f'{type(found.module).__name__} has no "{rule.suffix}"{hint}; it has {", ".join(have) or "no sub-modules"}'
+    return _no_such_child(found.module, rule.suffix)
+
+
+def _no_such_child(module: nn.Module, suffix: str) -> str:
+    done: list[str] = []
+    parent = module
+    for part in suffix.split("."):
+        child = getattr(parent, part, None)
+        if not isinstance(child, nn.Module):
+            break
+        parent = child
+        done.append(part)
+    have = [name for name, _ in parent.named_children()]
+    near = difflib.get_close_matches(part, have, 1)
+    hint = f' (did you mean "{".".join([*done, *near])}"?)' if near else ""
+    place = f'; its "{".".join(done)}" has ' if done else "; it has "
+    return f'{type(module).__name__} has no "{suffix}"{hint}{place}{", ".join(have) or "no sub-modules"}'
 
 
 def config_number(model: nn.Module, name: str, module: nn.Module | None = None) -> int:
@@ -123,6 +137,36 @@ def _named_twice(matches: Iterable[Match]) -> Iterator[str]:
             if id(replacement.native) in seen:
                 yield f"{replacement.name} is replaced twice, first as {seen[id(replacement.native)]}"
             seen[id(replacement.native)] = replacement.name
+
+
+def check_tied(model: nn.Module, matches: Iterable[Match]) -> None:
+    """Refuse a policy that splits a weight for one of its users and leaves another, tied to it, whole.
+
+    Raises:
+        PolicyError: naming the module that was left out, and the word that takes it in.
+    """
+    replaced = {r.native for found in matches for r in found.replacements if _splits(r.target)}
+    split = {p for native in replaced for p in native.parameters(recurse=False)}
+    for path, module in model.named_modules():
+        for leaf, param in module.named_parameters(recurse=False):
+            if param in split and module not in replaced:
+                parent, _, name = path.rpartition(".")
+                word = "vocab_embedding" if isinstance(module, nn.Embedding) else "lm_head"
+                owner = type(model.get_submodule(parent)).__name__
+                raise PolicyError(
+                    explain(
+                        f"{path}.{leaf} shares its weight with a layer that the policy splits, but is itself left whole.",
+                        [
+                            ("module", f"{path} ({type(module).__name__})"),
+                            ("try", f'"{owner}": {word}("{name}") in the policy'),
+                        ],
+                    )
+                )
+
+
+def _splits(target: Any) -> bool:
+    kinds = (ColumnParallel, RowParallel, VocabParallelEmbedding1D, Embedding1D)
+    return isinstance(target, type) and issubclass(target, kinds)
 
 
 def check_divisible(matches: Iterable[Match], size: int, model_name: str) -> None:
@@ -165,7 +209,7 @@ def _split_number(replacement: Replacement) -> tuple[str, int] | None:
     output = issubclass(target, ColumnParallel)
     transposed = hasattr(replacement.native, "nf")
     width = weight.shape[0 if output != transposed else 1]
-    pieces = kwargs.get("pieces", 1)
+    pieces = kwargs.get("pieces") or getattr(target, "PIECES", 1)
     parts = pieces if isinstance(pieces, int) else len(pieces)
     return f"{'output' if output else 'input'} width", width // parts
 

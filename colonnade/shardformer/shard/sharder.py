@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from colonnade.errors import PolicyError, explain
+from colonnade.errors import PolicyError
 from colonnade.model.layout import deal, has_layout, layout_of, set_layout
 from colonnade.shardformer.description import LocalShare
 from colonnade.shardformer.layer.head import VocabParallelLMHead1D
@@ -17,7 +17,7 @@ from colonnade.shardformer.layer.loss import CausalLMLoss, LossAverage, takes_ca
 from colonnade.shardformer.layer.region import Region
 from colonnade.shardformer.policy import Policy
 from colonnade.shardformer.roles import Role, form_for
-from colonnade.shardformer.shard.plan import Match, Replacement, check_divisible, config_number, match
+from colonnade.shardformer.shard.plan import Match, Replacement, check_divisible, check_tied, config_number, match
 from colonnade.shardformer.shard.shard_config import ShardConfig
 
 
@@ -55,6 +55,7 @@ class ModelSharder:
         self.policy.set_model(self.model)
         matches = match(self.model, self.policy.module_policy(), type(self.policy).__name__)
         if self.axis.size > 1:
+            check_tied(self.model, matches)
             check_divisible(matches, self.axis.size, type(self.model).__name__)
         self._matches = matches
 
@@ -65,7 +66,6 @@ class ModelSharder:
         for found in self._matches or ():
             self._apply(found)
         self.model = self.policy.postprocess() or self.model
-        self._check_owners()
         self._name_layouts()
         self._open_doors()
         if self.shard_config.enable_flash_attention:
@@ -122,21 +122,6 @@ class ModelSharder:
             units = config_number(self.model, units, found.module)
         start, stop = deal(units, self.axis.size)[self.axis.rank]
         return (stop - start) * (whole // units)
-
-    def _check_owners(self) -> None:
-        """A split weight may only be used by layers that know it is split (a tied head left out of the policy does not)."""
-        for name, module in self.model.named_modules():
-            for leaf, param in module.named_parameters(recurse=False):
-                if has_layout(param) and layout_of(param).sharded_axes and not hasattr(module, "axis"):
-                    raise PolicyError(
-                        explain(
-                            f"{name}.{leaf} shares its weight with a layer that the policy splits, but is itself left whole.",
-                            [
-                                ("module", f"{name} ({type(module).__name__})"),
-                                ("try", f'lm_head("{name}") in the policy'),
-                            ],
-                        )
-                    )
 
     def _name_layouts(self) -> None:
         names: dict[nn.Parameter, list[str]] = {}

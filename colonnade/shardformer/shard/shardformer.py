@@ -24,7 +24,9 @@ class ShardFormer:
     def __init__(self, shard_config: ShardConfig) -> None:
         self.shard_config = shard_config
 
-    def optimize(self, model: nn.Module, policy: Policy | None = None) -> tuple[nn.Module, list[dict[str, nn.Parameter]]]:
+    def optimize(
+        self, model: nn.Module, policy: Policy | None = None
+    ) -> tuple[nn.Module, list[dict[str, nn.Parameter]]]:
         """Shard a model in place.
 
         Args:
@@ -41,7 +43,9 @@ class ShardFormer:
         shared = sharder.shard()
         return sharder.model, shared
 
-    def prepare(self, model: nn.Module, policy: Policy | None = None, average: LossAverage | None = None) -> ModelSharder:
+    def prepare(
+        self, model: nn.Module, policy: Policy | None = None, average: LossAverage | None = None
+    ) -> ModelSharder:
         """Everything of `optimize` up to the first change or communication; the rest is the sharder's `shard()`.
 
         Args:

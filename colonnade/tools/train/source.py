@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from colonnade.cluster.mesh import Axis
 from colonnade.errors import ConfigError, explain
 from colonnade.shardformer import ShardConfig, ShardFormer
@@ -79,7 +81,6 @@ class ModelFiles:
 
     def expand(self, folder: Path) -> None:
         """Write the model of a GGUF file to `folder` in hub format, in float32."""
-        import torch
         from transformers import AutoModelForCausalLM
 
         quantised = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32, **self._keywords())
@@ -127,7 +128,6 @@ def check_layout(config: PretrainedConfig, tp: int) -> None:
         ConfigError: when head counts or widths do not divide.
         PolicyError: when there is no policy for the model's family.
     """
-    import torch
     from transformers import AutoModelForCausalLM
 
     if tp == 1:
@@ -145,7 +145,6 @@ def build_model(start: Path, from_scratch: bool, seed: int) -> PreTrainedModel:
         start: folder with the configuration, and the weights unless `from_scratch`.
         seed: of the random initial weights.
     """
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if not from_scratch:
