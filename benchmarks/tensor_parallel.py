@@ -108,7 +108,9 @@ def peer_step(folder: str, batch: dict[str, torch.Tensor]) -> Callable[[], None]
     """A training step with transformers' tensor parallelism."""
     from transformers.distributed import DistributedConfig
 
-    model = LlamaForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2), dtype=torch.float32)
+    model = LlamaForCausalLM.from_pretrained(
+        folder, distributed_config=DistributedConfig(tp_size=2), dtype=torch.float32
+    )
     model.train()
     return plain_step(model, batch)
 

@@ -13,12 +13,16 @@ from hypothesis import settings  # noqa: E402
 from colonnade.testing import ranks  # noqa: E402
 
 torch.set_num_threads(1)
-settings.register_profile("colonnade", deadline=None, derandomize=True)  # the machine may be slow, the examples the same
+settings.register_profile(
+    "colonnade", deadline=None, derandomize=True
+)  # the machine may be slow, the examples the same
 settings.load_profile("colonnade")
 
 
 def pytest_collection_finish(session):
-    needed = any({"run_on_ranks", "on_ranks"} & vars(item.module).keys() for item in session.items if hasattr(item, "module"))
+    needed = any(
+        {"run_on_ranks", "on_ranks"} & vars(item.module).keys() for item in session.items if hasattr(item, "module")
+    )
     if needed and not session.config.option.collectonly:
         ranks.preload()  # its imports go on in the background while the first tests run
 

@@ -187,7 +187,9 @@ def _train_single(training: Training, tolerance: Tolerance) -> _One:
         SingleProcess(training.model(), training.optimizer_fn, dtype, training.max_norm)
         for dtype in (torch.float32, torch.float64)
     )
-    one = _One(canonical_names(fp32.model), undetermined={n: torch.zeros_like(w) > 0 for n, w in fp32.weights().items()})
+    one = _One(
+        canonical_names(fp32.model), undetermined={n: torch.zeros_like(w) > 0 for n, w in fp32.weights().items()}
+    )
     rounding = dict.fromkeys(("loss", "gradient norm", "gradients", "weights"), 0.0)
     for step in range(training.steps):
         micro_batches = training.micro_batches(step)
@@ -244,7 +246,9 @@ def _train_parallel(training: Training, plugin: Any, names: dict[str, str]) -> _
     return _Many([losses for losses, _ in of_ranks], [norms for _, norms in of_ranks], gradients, weights)
 
 
-def _boost(training: Training, plugin: Any, optimizer_fn: Callable[[nn.Module], Optimizer]) -> tuple[Any, Any, Any, Any]:
+def _boost(
+    training: Training, plugin: Any, optimizer_fn: Callable[[nn.Module], Optimizer]
+) -> tuple[Any, Any, Any, Any]:
     booster = Booster(plugin=plugin)
     model = training.model()
     criterion = _Share(training.accumulate) if training.accumulate > 1 else None

@@ -133,7 +133,9 @@ def sgd(model):
 def two_groups(model):
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
-    return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 1e-3}], lr=1e-2, eps=1e-3)
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 1e-3}], lr=1e-2, eps=1e-3
+    )
 
 
 def whole_batches():

@@ -29,7 +29,7 @@ def _same_weights(model: nn.Module, mesh: ParallelMesh) -> None:
     tensors = [*model.parameters(), *model.buffers()]
     if any(t.is_meta for t in tensors):
         return
-    fingerprint = [(t.shape, float(t.detach().double().sum()), float(t.detach().double().norm())) for t in tensors]
+    fingerprint = [(t.shape, t.dtype, float(t.detach().sum(dtype=torch.float64))) for t in tensors]
     if all(other == fingerprint for other in all_gather_object(fingerprint, mesh.world)):
         return
     log.warning("the ranks built different weights; all take those of rank 0")

@@ -209,7 +209,7 @@ def _split_number(replacement: Replacement) -> tuple[str, int] | None:
     output = issubclass(target, ColumnParallel)
     transposed = hasattr(replacement.native, "nf")
     width = weight.shape[0 if output != transposed else 1]
-    pieces = kwargs.get("pieces") or getattr(target, "PIECES", 1)
+    pieces: Any = kwargs.get("pieces") or getattr(target, "PIECES", 1)
     parts = pieces if isinstance(pieces, int) else len(pieces)
     return f"{'output' if output else 'input'} width", width // parts
 
