@@ -1,8 +1,8 @@
 # `make demo`, `make test` and `make check` do their own set-up: a virtual environment in .venv with the pinned packages
 # of requirements-test.txt, made once and brought up to date when that file or pyproject.toml changes.
 
-# The training run of the demo: two processes on the CPU or on two GPUs, a few minutes on a laptop.
-DEMO ?= --preset tiny --tp 2
+# The training run of the demo: two pairs of processes, each pair sharing the layers, the pairs sharing the batch.
+DEMO ?= --preset tiny --vocab-size 2048 --batch 8 --steps 300 --lr 6e-3 --warmup 30 --eval-every 100 --tp 2 --dp 2
 DEMO_OUTPUT := demo-output
 # What else pytest is told: make test ARGS="tests/comm -x"
 ARGS ?=
@@ -20,7 +20,7 @@ READY := $(VENV)/ready
 .PHONY: help setup demo test check format test-real bench proof clean
 
 help:
-	@echo "make demo       train a small model on two processes, then generate with it through plain transformers"
+	@echo "make demo       train a small model on four processes, then generate with it through plain transformers"
 	@echo "make test       run the tests (minutes)"
 	@echo "make check      linter, formatter and type checker; make format mends what the first two can"
 	@echo "make test-real  the tests with real weights (many minutes)"

@@ -14,6 +14,8 @@ from colonnade.errors import ColonnadeError
 COMMANDS = {
     "run": ("colonnade.cli.run", "start a script on several processes"),
     "train": ("colonnade.cli.train", "train a model on a text"),
+    "explain": ("colonnade.cli.explain", "show what tensor parallelism makes of each module of a model, and why"),
+    "verify": ("colonnade.cli.verify", "check that a layout computes what one process computes"),
 }
 
 

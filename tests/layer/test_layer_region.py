@@ -36,7 +36,7 @@ class Block(nn.Module):
 def split(block, axis, region=True):
     """The block with its layers split; one region for all of them, or each on its own."""
     block = copy.deepcopy(block)
-    shared = Region(axis, 3) if region else None
+    shared = Region(axis) if region else None
     if shared is not None:
         shared.watch(block)
     for name in "qkv":
@@ -81,7 +81,7 @@ def test_a_reader_of_another_tensor_enters_by_itself():
 def test_tensors_read_in_turn_are_never_taken_for_one_another():
     axis = Axis.of(None)
     layers = [with_noise(nn.Linear(6, 8), seed) for seed in range(3)]
-    region = Region(axis, 3)
+    region = Region(axis)
     cut = [Linear1D_Col.from_native_module(copy.deepcopy(layer), axis, region=region) for layer in layers]
     closing = with_noise(nn.Linear(8, 6))
     row = Linear1D_Row.from_native_module(copy.deepcopy(closing), axis)
@@ -115,11 +115,11 @@ def test_nothing_is_kept_after_the_owners_forward():
     block = split(with_noise(Block()), axis)
     region = block.q.region
     block(noise(4, 6).requires_grad_())
-    assert region._seen is None and region._entered is None
+    assert region._seen is None and region._entry is None
     block.fails = True
     with pytest.raises(ValueError):
         block(noise(4, 6).requires_grad_())
-    assert region._seen is None and region._entered is None
+    assert region._seen is None and region._entry is None
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

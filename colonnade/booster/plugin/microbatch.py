@@ -44,7 +44,7 @@ def run_microbatches(
     cuts = split_rows(rows, microbatch_size, num_microbatches)
     parts = [take_rows(batch, rows, *cut) for cut in cuts]
     shares = _Shares(batch, parts, model)
-    trained = optimizer if torch.is_grad_enabled() and model.training else None
+    trained = optimizer if torch.is_grad_enabled() else None
     outputs, total = [], None
     for index, part in enumerate(parts):
         with ExitStack() as stack:

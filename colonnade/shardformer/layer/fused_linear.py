@@ -14,6 +14,7 @@ from torch import nn
 
 from colonnade.cluster.mesh import Axis
 from colonnade.errors import PolicyError
+from colonnade.shardformer.layer.column_product import column_product
 from colonnade.shardformer.layer.linear import ColumnParallel, Linear1D_Col, RowParallel
 from colonnade.shardformer.layer.region import Region
 from colonnade.shardformer.layer.sharding import Layer, shard_parameter
@@ -78,9 +79,7 @@ class Conv1D_Col(ColumnParallel, nn.Module):
         return layer
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        x_BSD = self.region.enter(x_BSD)
-        y_Tf = torch.addmm(self.bias, x_BSD.reshape(-1, x_BSD.shape[-1]), self.weight)
-        return self._gathered(y_Tf.view(*x_BSD.shape[:-1], self.out_features))
+        return self._gathered(column_product(self, x_BSD, transposed=True))
 
     def extra_repr(self) -> str:
         return f"in_features={self.weight.shape[0]}, {self._columns_repr()}"

@@ -16,6 +16,7 @@ from torch import nn
 from colonnade.cluster.mesh import Axis
 from colonnade.comm.regions import gather_from_region, reduce_from_region, split_to_region
 from colonnade.model.layout import shard_ranges
+from colonnade.shardformer.layer.column_product import column_product
 from colonnade.shardformer.layer.region import Region
 from colonnade.shardformer.layer.sharding import adopt, gathered_order, ranges_of, shard_parameter
 
@@ -28,6 +29,8 @@ class ColumnParallel:
 
     PIECES = 1  # fused parts in the output unless the caller says otherwise
 
+    weight: nn.Parameter
+    bias: Any  # a Parameter or None
     axis: Axis
     region: Region
     gather_output: bool
@@ -47,6 +50,7 @@ class ColumnParallel:
     ) -> list[tuple[int, int]]:
         pieces = self.PIECES if pieces is None else pieces
         self.axis, self.region, self.gather_output = axis, region or Region(axis), gather_output
+        self.region.join(self)
         self._whole, self._pieces, self._units = whole, pieces, units
         ranges = ranges_of(whole, axis, f"the output of {type(self).__name__}", pieces, units)
         self.out_features = sum(stop - start for start, stop in ranges)
@@ -139,7 +143,7 @@ class Linear1D_Col(ColumnParallel, nn.Linear):
             shard_parameter(self.bias, 0, ranges, axis)
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        return self._gathered(F.linear(self.region.enter(x_BSD), self.weight, self.bias))
+        return self._gathered(column_product(self, x_BSD))
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, {self._columns_repr()}, bias={self.bias is not None}"

@@ -5,47 +5,151 @@ q, k and v (or gate and up) read one tensor. If each of them were its own entry,
 input gradient; entered once, the three gradients are added first and reduced together. The layers of a region share
 one Region object: the first to be called with a tensor enters, the others with the same tensor get what it got. No
 forward of the model has to change for it, and a layer that reads another tensor (cross attention) enters by itself.
+
+[Note: reducing behind the weight gradients]
+In the backward the input gradient of the region is needed by all ranks, its weight gradients by this one alone. So the
+input gradients come first, their all-reduce is started, the weight gradients are computed while it runs, and only then
+is it waited for. Nothing of that is scheduled by hand: autograd runs nodes in the reverse order of their making, and
+entering makes them in the order
+
+    wait · one tap for each weight · start the all-reduce · (the layers' products, when they are called)
+
+A product's backward yields the input gradient and leaves at the weight's tap what the weight gradient is made of.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from colonnade.cluster.mesh import Axis
 from colonnade.cluster.streams import ShardStream
-from colonnade.comm.regions import copy_to_region
+from colonnade.comm.collectives import all_reduce_async, wait
+
+if TYPE_CHECKING:
+    from colonnade.shardformer.layer.linear import ColumnParallel
+
+
+@dataclass(eq=False)
+class Entry:
+    """One crossing of a region's border with one tensor.
+
+    Args:
+        x: the tensor as the inside sees it.
+        unread: readers that have not been called yet.
+        weights: layer → its weight as this crossing's products use it, with its tap; a weight that does not train has none.
+    """
+
+    x: torch.Tensor
+    unread: int
+    weights: dict[Any, tuple[torch.Tensor, Tap | None]] = field(default_factory=dict)
+
+
+class Tap:
+    """Where a product's backward leaves the making of its weight gradient until the all-reduce is on its way."""
+
+    def __init__(self) -> None:
+        self.pending: list[Callable[[], torch.Tensor]] = []
+
+    def gradient(self) -> torch.Tensor:
+        first, *others = [make() for make in self.pending]
+        self.pending.clear()
+        for other in others:
+            first += other
+        return first
+
+
+class _Wait(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, works: list[dist.Work | None]) -> torch.Tensor:
+        ctx.axis, ctx.works = axis, works
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        while ctx.works:
+            wait(ctx.works.pop(), ctx.axis)
+        return grad, None, None
+
+
+class _Tap(Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, tap: Tap) -> torch.Tensor:
+        ctx.tap = tap
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.tap.gradient(), None
+
+
+class _StartReduce(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, works: list[dist.Work | None]) -> torch.Tensor:
+        ctx.axis, ctx.works = axis, works
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        grad = grad.contiguous()  # made by the products of this region, and no one else's
+        ctx.works.append(all_reduce_async(grad, ctx.axis))
+        return grad, None, None
 
 
 class Region:
-    """Shared by the parallel layers of one block.
+    """Shared by the parallel layers of one block; column-parallel layers join it when they are made.
 
     Args:
         axis: the axis over which features are split inside.
-        readers: how many column-parallel layers read the input; after the last, nothing is kept.
     """
 
-    def __init__(self, axis: Axis, readers: int = 1) -> None:
+    def __init__(self, axis: Axis) -> None:
         self.axis = axis
-        self.readers = readers
+        self.readers: list[ColumnParallel] = []
         self._seen: torch.Tensor | None = None
-        self._entered: torch.Tensor | None = None
-        self._left = 0
+        self._entry: Entry | None = None
         self._owner: nn.Module | None = None
         self._stream = ShardStream(axis.rank)
 
-    def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """The tensor as the inside of the region sees it. Traffic: backward one all-reduce of it per region."""
+    def join(self, layer: ColumnParallel) -> None:
+        """Make a column-parallel layer one of those that read the region's input."""
+        self.readers.append(layer)
+
+    def enter(self, x: torch.Tensor) -> Entry:
+        """Cross the border with `x`, or get what an earlier reader of `x` got.
+
+        Traffic: backward one all-reduce of x.numel() for each crossing.
+        """
         if self._owner is not None and self._owner.training and _drops(self._owner):
             self._stream.begin(x.device)
-        if self.readers == 1:
-            return copy_to_region(x, self.axis)
-        if self._seen is not x or self._entered is None:
-            self._seen, self._entered, self._left = x, copy_to_region(x, self.axis), self.readers
-        entered, self._left = self._entered, self._left - 1
-        if self._left == 0:
-            self._seen = self._entered = None
-        return entered
+        if self._seen is not x or self._entry is None:
+            self._seen, self._entry = x, self._cross(x)
+        entry = self._entry
+        entry.unread -= 1
+        if entry.unread <= 0:  # nothing is kept after the last reader
+            self._seen = self._entry = None
+        return entry
+
+    def _cross(self, x: torch.Tensor) -> Entry:
+        if self.axis.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
+            return Entry(x, len(self.readers))
+        works: list[dist.Work | None] = []
+        x = _Wait.apply(x, self.axis, works)
+        weights: dict[Any, tuple[torch.Tensor, Tap | None]] = {}
+        for layer in self.readers:
+            tap = Tap() if layer.weight.requires_grad else None
+            weights[layer] = (layer.weight if tap is None else _Tap.apply(layer.weight, tap), tap)
+        return Entry(_StartReduce.apply(x, self.axis, works), len(self.readers), weights)
 
     def leave(self) -> None:
         """Back outside: random draws are common to all ranks again."""
@@ -62,7 +166,7 @@ class Region:
             owner.register_forward_hook(self._after_owner, always_call=True)
 
     def _after_owner(self, *_: object) -> None:
-        self._seen = self._entered = None
+        self._seen = self._entry = None
         self._stream.end()
 
 

@@ -68,6 +68,12 @@ def match(model: nn.Module, policy_map: dict[Any, ModulePolicyDescription], poli
     return matches
 
 
+def rule_name(kind: type, policy_map: dict[Any, ModulePolicyDescription]) -> str | None:
+    """Name of the class under which a policy speaks of a class of modules; None where it says nothing about it."""
+    key = _rule_for(kind, policy_map)
+    return key if key is None or isinstance(key, str) else key.__name__
+
+
 def _rule_for(kind: type, policy_map: dict[Any, ModulePolicyDescription]) -> Any:
     """The key of the nearest class in the module's ancestry for which there is a rule."""
     for ancestor in kind.__mro__:

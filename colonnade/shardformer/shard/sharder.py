@@ -98,9 +98,8 @@ class ModelSharder:
 
     def _region_for(self, found: Match) -> Region:
         """The column-parallel layers of one module share its region; see [Note: entering once]."""
-        columns = [r for r in found.replacements if isinstance(r.target, type) and issubclass(r.target, ColumnParallel)]
-        region = Region(self.axis, max(1, len(columns)))
-        if columns:
+        region = Region(self.axis)
+        if any(isinstance(r.target, type) and issubclass(r.target, ColumnParallel) for r in found.replacements):
             region.watch(found.module)
         return region
 

@@ -1,0 +1,74 @@
+"""`colonnade verify`: arguments and printing. The check itself is in `colonnade.tools.verify`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from colonnade.cli.run import start_workers
+from colonnade.tools.explain.choice import find_config
+from colonnade.tools.train.source import quiet_transformers
+from colonnade.tools.verify.certificate import SAME, certificate_text, make_certificate, write_certificate
+from colonnade.tools.verify.job import Layout, prepare
+
+CANNOT_RUN = 2
+EXAMPLES = """\
+examples:
+  colonnade verify llama --tp 2                                   a family, with tiny sizes
+  colonnade verify ./my-model --tp 2 --dp 2 --certificate c.json  the structure of a local model; only its config is read
+  colonnade verify llama --tp 2 --policy mine.py:MyPolicy         a policy of your own
+
+A tiny twin with the same structure (heads and key/value heads, biases, norms, tied weights, layer kinds, an odd vocabulary)
+is trained in one process and in tp × dp processes, and compared: losses, every gradient, gradient norms, weights after
+some steps of AdamW, that replicas hold the same bits, and the logits of the saved model in plain transformers. Where they
+differ, the first module that does is named.
+
+The exit code is 0 where the numbers are the same, 1 where they differ, and 2 where it could not be found out.
+"""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Register the command with the parser of `colonnade`."""
+    parser = subparsers.add_parser(
+        "verify",
+        help="check that a layout computes what one process computes",
+        description="Check that a layout computes what one process computes, on a tiny twin of the model.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="local folder, config.json, or model type (llama, gpt2, …)")
+    parser.add_argument("--tp", type=int, default=2, metavar="N", help="processes that share each layer (default: 2)")
+    parser.add_argument("--dp", type=int, default=1, metavar="N", help="processes that share each batch (default: 1)")
+    parser.add_argument("--steps", type=int, default=5, metavar="N", help="optimizer steps to compare (default: 5)")
+    parser.add_argument(
+        "--policy", metavar="MODULE:CLASS", help="policy of your own: package.module:Class or file.py:Class"
+    )
+    parser.add_argument("--certificate", type=Path, metavar="FILE", help="write the outcome to this file, as JSON")
+    parser.set_defaults(handler=run_verify)
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """Run the command.
+
+    Returns:
+        The exit code: 0 same, 1 different, 2 cannot be run.
+
+    Raises:
+        ConfigError, PolicyError, UsageError: before a process is started; `main` prints the text and returns 2.
+    """
+    quiet_transformers()
+    layout = Layout(args.tp, args.dp, args.policy)
+    choice = find_config(args.model, args.tp)
+    with tempfile.TemporaryDirectory(prefix="colonnade-verify-") as folder:
+        job = prepare(choice, layout, args.steps, Path(folder))
+        if start_workers(layout.ranks, [folder], module="colonnade.tools.verify") != 0:
+            print("colonnade verify: it could not be run to its end; the reason is above.", file=sys.stderr)
+            return CANNOT_RUN
+        certificate = make_certificate(job)
+    print(certificate_text(certificate), flush=True)
+    if args.certificate is not None:
+        write_certificate(certificate, args.certificate)
+        print(f"certificate: {args.certificate}")
+    return 0 if certificate["verdict"] == SAME else 1

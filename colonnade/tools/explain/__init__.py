@@ -1,0 +1,5 @@
+"""What becomes of each module of a model in a layout, why, what it costs: what `colonnade explain` prints.
+
+`explain_model` really shards the model, on the meta device and without a process group, and reads off the result; so it
+says what the sharder does, not what somebody thought it does. Where to begin reading: explanation.py.
+"""

@@ -1,0 +1,165 @@
+"""Says of one sharded module what it has become, why, and what it communicates."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from colonnade.model.layout import layout_of
+from colonnade.shardformer.layer import (
+    DropoutForParallelInput,
+    DropoutForReplicatedInput,
+    VocabParallelEmbedding1D,
+    VocabParallelLMHead1D,
+)
+from colonnade.shardformer.layer.embedding import Embedding1D
+from colonnade.shardformer.layer.linear import ColumnParallel, RowParallel
+from colonnade.shardformer.roles import HeadNorm, Norm, Replicated
+from colonnade.shardformer.shard.plan import Replacement
+from colonnade.tools.explain.tree import Traffic
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of a module (`kind`), the reason, and what it communicates in a step."""
+
+    kind: str
+    why: str = ""
+    traffic: tuple[Traffic, ...] = ()
+
+
+class Regions:
+    """Which column-parallel layers share an entry, read off the sharded model: they have the same Region object."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._readers: dict[int, list[str]] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, ColumnParallel):
+                self._readers.setdefault(id(module.region), []).append(name)
+
+    def readers(self, module: ColumnParallel) -> list[str]:
+        """Names of the layers that enter with this one, in order; the first is charged for the traffic."""
+        return self._readers[id(module.region)]
+
+
+def decide(name: str, module: Any, replacement: Replacement, size: int, regions: Regions) -> Decision:
+    """The decision for a module that the policy replaced.
+
+    Args:
+        name: its path in the model.
+        module: what stands there now.
+        replacement: what the policy said.
+        size: number of tensor-parallel ranks.
+        regions: of the whole model.
+    """
+    decision = _decision(name, module, replacement, size, regions)
+    return decision if size > 1 else Decision(decision.kind, "one rank: nothing is split")
+
+
+def _decision(name: str, module: Any, replacement: Replacement, size: int, regions: Regions) -> Decision:
+    target = replacement.target
+    if isinstance(module, VocabParallelEmbedding1D):
+        return _embedding(module)
+    if isinstance(module, Embedding1D):
+        width = layout_of(module.weight).shape[1]
+        gathered = (Traffic("all_gather", "forward", per_token=width),) if module.gather_output else ()
+        return Decision("column-parallel embedding", f"{module.weight.shape[1]:,} of {width:,} columns", gathered)
+    if isinstance(module, VocabParallelLMHead1D):
+        return _head(module, size)
+    if isinstance(module, ColumnParallel):
+        return _column(name, module, replacement, regions)
+    if isinstance(module, RowParallel):
+        return _row(module, replacement)
+    if isinstance(module, (DropoutForParallelInput, DropoutForReplicatedInput)):
+        own = isinstance(module, DropoutForParallelInput)
+        return Decision("dropout", "its input is split: each rank draws its own mask" if own else "the same mask on all")
+    if isinstance(target, type) and issubclass(target, HeadNorm):
+        return _head_norm(module)
+    if isinstance(target, type) and issubclass(target, Norm):
+        fused = "" if type(module) is type(replacement.native) else f", as {type(module).__name__}"
+        return Decision("norm", f"outside the regions: whole on every rank{fused}")
+    if isinstance(target, type) and issubclass(target, Replicated):
+        return Decision("replicated", "the policy leaves it whole on every rank")
+    return _other(target)
+
+
+def _column(name: str, module: Any, replacement: Replacement, regions: Regions) -> Decision:
+    layout = layout_of(module.weight)
+    local = tuple(module.weight.shape)
+    dim = next((d for d in range(len(local)) if local[d] != layout.shape[d]), 0)
+    pieces: Any = replacement.kwargs.get("pieces") or getattr(replacement.target, "PIECES", 1)
+    parts = pieces if isinstance(pieces, int) else len(pieces)
+    fused = f", {parts} fused parts each by itself" if parts > 1 else ""
+    readers = regions.readers(module)
+    names = [path.rpartition(".")[2] for path in readers]
+    traffic: list[Traffic] = []
+    if readers[0] == name:
+        entered = "its input is entered here" if len(names) == 1 else f"its input is entered once, for {_list(names)}"
+        traffic.append(Traffic("all_reduce", "backward", per_token=layout.shape[1 - dim]))
+    else:
+        entered = f"enters with {names[0]}"
+    if module.gather_output:
+        traffic.append(Traffic("all_gather", "forward", per_token=layout.shape[dim]))
+        entered += "; its output is collected on every rank"
+    share = f"{local[dim]:,} of {layout.shape[dim]:,} columns{_heads(replacement, local[dim], layout.shape[dim])}{fused}"
+    return Decision("column, fused" if parts > 1 else "column", f"{share}; {entered}", tuple(traffic))
+
+
+def _row(module: Any, replacement: Replacement) -> Decision:
+    layout = layout_of(module.weight)
+    local = tuple(module.weight.shape)
+    dim = next((d for d in range(len(local)) if local[d] != layout.shape[d]), 1)
+    share = f"{local[dim]:,} of {layout.shape[dim]:,} rows{_heads(replacement, local[dim], layout.shape[dim])}"
+    bias = "; the bias is added once, after the sum" if getattr(module, "bias", None) is not None else ""
+    traffic = [Traffic("all_reduce", "forward", per_token=layout.shape[1 - dim])]
+    if not module.parallel_input:
+        traffic.append(Traffic("all_gather", "backward", per_token=layout.shape[dim]))
+    return Decision("row", f"{share}; leaves the region with the sum over ranks{bias}", tuple(traffic))
+
+
+def _heads(replacement: Replacement, local: int, whole: int) -> str:
+    units = replacement.kwargs.get("units")
+    if not units:
+        return ""
+    label = replacement.kwargs.get("units_name", "blocks")
+    return f" ({units * local // whole} of {units} {label})"
+
+
+def _embedding(module: Any) -> Decision:
+    vocabulary, width = layout_of(module.weight).shape
+    why = f"{module.weight.shape[0]:,} of {vocabulary:,} rows; each rank looks up its own, and the results are added"
+    return Decision("vocabulary-parallel", why, (Traffic("all_reduce", "forward", per_token=width),))
+
+
+def _head(module: Any, size: int) -> Decision:
+    vocabulary, width = layout_of(module.weight).shape
+    traffic = [Traffic("all_reduce", "backward", per_token=width)]
+    why = f"{module.weight.shape[0]:,} of {vocabulary:,} columns; "
+    if module.gather_output:
+        why += "the model's own loss needs whole logits"
+        traffic.append(Traffic("all_gather", "forward", per_token=vocabulary))
+    else:
+        why += "the loss is computed from split logits: 3 numbers a token from each rank"
+        traffic.append(Traffic("all_gather", "forward", per_token=3 * size))
+    return Decision("vocabulary-parallel head", why, tuple(traffic))
+
+
+def _head_norm(module: Any) -> Decision:
+    own = [parameter.numel() for parameter in module.parameters(recurse=False)]
+    why = "inside the region: whole on every rank, its gradient summed over the ranks' heads"
+    return Decision("head norm", why, tuple(Traffic("all_reduce", "backward", fixed=count) for count in own))
+
+
+def _other(target: Any) -> Decision:
+    """A layer or role that is not known here speaks for itself: its docstring's first line, and what it says of traffic."""
+    lines = (inspect.getdoc(target) or "").splitlines()
+    said = [line.strip() for line in lines[1:] if line.strip().startswith("Traffic:")]
+    return Decision(getattr(target, "__name__", str(target)), " ".join([*lines[:1], *said]))
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names[:-1]) + " and " + names[-1]

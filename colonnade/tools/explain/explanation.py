@@ -1,0 +1,245 @@
+"""Explain a layout: shard a model on the meta device, and read off what has become of each module."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from colonnade.cluster.mesh import Axis
+from colonnade.shardformer import LocalShare, Policy, ShardConfig, ShardFormer
+from colonnade.shardformer.policy import WholePolicy
+from colonnade.shardformer.shard.plan import Match, match, rule_name
+from colonnade.tools.explain.decision import Decision, Regions, decide
+from colonnade.tools.explain.tree import Node, Traffic, fold
+from colonnade.tools.twin import build
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+FP32_BYTES = 4
+ADAM_BYTES = 16  # weight, gradient and two moments, all float32; as many in mixed precision with master weights
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a layout makes of a model.
+
+    Args:
+        model: class of the model.
+        tp: number of tensor-parallel ranks.
+        policy: class of the policy.
+        policy_source: where that is from.
+        tree: the model; its root has the empty name.
+        blocks: number of repeated blocks, 0 where they were not found.
+        per_block: all-reduces of whole hidden states that each block makes in a step; None where blocks differ.
+        hidden: width of the hidden states.
+    """
+
+    model: str
+    tp: int
+    policy: str
+    policy_source: str
+    tree: Node
+    blocks: int
+    per_block: int | None
+    hidden: int
+
+    @property
+    def all_reduces(self) -> int:
+        """All-reduces of b·s·hidden elements that a training step makes."""
+        return sum(n for traffic, n in self.tree.messages() if _is_hidden(traffic, self.hidden))
+
+    @property
+    def formula(self) -> str:
+        """The number of all-reduces as blocks and rest, such as "4·32 + 2 = 130"."""
+        if not self.blocks or self.per_block is None:
+            return str(self.all_reduces)
+        return f"{self.per_block}·{self.blocks} + {self.all_reduces - self.per_block * self.blocks} = {self.all_reduces}"
+
+    @property
+    def other_traffic(self) -> Counter[Traffic]:
+        """Everything else that is communicated in a step, and how often."""
+        counted: Counter[Traffic] = Counter()
+        for traffic, times in self.tree.messages():
+            if not _is_hidden(traffic, self.hidden):
+                counted[traffic] += times
+        return counted
+
+    def calls(self) -> Counter[str]:
+        """Number of collectives in a step by operation, as the ledger counts those over tp in forward and backward."""
+        counted: Counter[str] = Counter()
+        for traffic, times in self.tree.messages():
+            counted[traffic.operation] += times
+        return counted
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for machines."""
+        whole, local = self.tree.total, self.tree.local_total
+        return {
+            "model": self.model,
+            "tp": self.tp,
+            "policy": {"name": self.policy, "source": self.policy_source},
+            "tree": self.tree.to_json(),
+            "totals": {
+                "parameters": whole,
+                "local_parameters": local,
+                "fp32_bytes": whole * FP32_BYTES,
+                "local_fp32_bytes": local * FP32_BYTES,
+                "local_adam_bytes": local * ADAM_BYTES,
+                "hidden": self.hidden,
+                "blocks": self.blocks,
+                "all_reduces_of_hidden": self.all_reduces,
+                "all_reduce_formula": self.formula,
+                "calls": dict(self.calls()),
+            },
+        }
+
+
+def explain_config(
+    config: PretrainedConfig, tp: int, policy: Policy | None = None, fused_norms: bool = False
+) -> Explanation:
+    """Explain a model of this configuration; nothing of its size is allocated. Arguments as `explain_model`."""
+    with torch.device("meta"):
+        model = build(config)
+    return explain_model(model, tp, policy, fused_norms)
+
+
+def explain_model(model: nn.Module, tp: int, policy: Policy | None = None, fused_norms: bool = False) -> Explanation:
+    """Shard a model as rank 0 of `tp` would, and say what has become of each module. The model is changed.
+
+    Args:
+        model: the unmodified model, best on the meta device.
+        tp: number of tensor-parallel ranks.
+        policy: the policy to use; by default the one for its family.
+        fused_norms: as the plugin's `enable_fused_normalization`.
+
+    Raises:
+        PolicyError, ConfigError: the policy does not fit the model, there is none, or the sizes do not divide.
+    """
+    # An axis without a process group: on the meta device nothing is communicated.
+    axis = Axis("tp", tp, 0, tuple(range(tp)), None)
+    given = policy is not None
+    native = {name: type(module).__name__ for name, module in model.named_modules()}
+    whole = {id(p): p.numel() for p in model.parameters()}
+    config = ShardConfig(axis, enable_fused_normalization=fused_norms)
+    sharder = ShardFormer(config).prepare(model, policy)
+    rules = sharder.policy.module_policy()
+    matches = match(sharder.model, rules, type(sharder.policy).__name__)
+    attributes = {found.name: _attributes(found) for found in matches}
+    sharder.shard()
+    told = _Told(native, whole, attributes)
+    regions = Regions(sharder.model)
+    for found in matches:
+        told.rules[found.name] = rule_name(type(found.module), rules)
+        for replacement in found.replacements:
+            module = sharder.model.get_submodule(replacement.name)
+            told.decisions[replacement.name] = decide(replacement.name, module, replacement, tp, regions)
+            told.rules[replacement.name] = rule_name(type(found.module), rules)
+    told.changes = {found.name: _changes(found, told.attributes[found.name]) for found in matches}
+    tree = _node("", "", sharder.model, told, tp)
+    hidden = _hidden_size(sharder.model)
+    blocks, per_block = _blocks(sharder.model, sharder.policy, told, hidden, tp)
+    source = _source(sharder.policy, given)
+    return Explanation(native[""], tp, type(sharder.policy).__name__, source, tree, blocks, per_block, hidden)
+
+
+@dataclass
+class _Told:
+    """What was found out about the modules, by their paths."""
+
+    native: Mapping[str, str]
+    whole: Mapping[int, int]  # id of a parameter → its entries before sharding
+    attributes: Mapping[str, dict[str, Any]]  # path → attribute → value before
+    decisions: dict[str, Decision] = field(default_factory=dict)
+    rules: dict[str, str | None] = field(default_factory=dict)
+    changes: dict[str, list[str]] = field(default_factory=dict)
+    seen: dict[int, str] = field(default_factory=dict)  # id of a parameter → where it was met first
+
+
+def _node(name: str, path: str, module: nn.Module, told: _Told, tp: int) -> Node:
+    own = list(module.parameters(recurse=False))
+    fresh = [p for p in own if id(p) not in told.seen]
+    tied = {told.seen[id(p)] for p in own if id(p) in told.seen}
+    told.seen |= {id(p): path for p in fresh}
+    children = [_node(n, f"{path}.{n}".lstrip("."), child, told, tp) for n, child in module.named_children()]
+    decision = told.decisions.get(path) or (Decision("replicated", _no_rule(told, path, tp)) if own else Decision(""))
+    notes = [decision.why, *(f"shares the weight of {where}" for where in sorted(tied)), *told.changes.get(path, [])]
+    return Node(
+        name=name,
+        native=told.native.get(path, type(module).__name__),
+        kind=decision.kind or ("attributes" if told.changes.get(path) else ""),
+        why="; ".join(note for note in notes if note),
+        rule=told.rules.get(path),
+        parameters=sum(told.whole.get(id(p), p.numel()) for p in fresh),
+        local_parameters=sum(p.numel() for p in fresh),
+        traffic=decision.traffic,
+        children=fold(children),
+    )
+
+
+def _no_rule(told: _Told, path: str, tp: int) -> str:
+    if tp == 1:
+        return "one rank: nothing is split"
+    return "no rule for it: whole on every rank" if path not in told.rules else "its own parameters stay whole"
+
+
+def _attributes(found: Match) -> dict[str, Any]:
+    """Present values of the attributes that the policy replaces."""
+    values = {}
+    for path in found.description.attribute_replacement:
+        owner: Any = found.module
+        for part in path.split("."):
+            owner = getattr(owner, part, None)
+        values[path] = owner
+    return values
+
+
+def _changes(found: Match, before: Mapping[str, Any]) -> list[str]:
+    description = found.description
+    after = _attributes(found)
+    lines = []
+    for name, value in description.attribute_replacement.items():
+        shares = " (this rank's share)" if isinstance(value, LocalShare) else ""
+        lines.append(f"{name} {before[name]!r} → {after[name]!r}{shares}")
+    lines += [f"method {name} is replaced" for name in description.method_replacement]
+    if description.param_replacement:
+        lines.append("its parameters are changed by the policy")
+    return lines
+
+
+def _hidden_size(model: nn.Module) -> int:
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text, "hidden_size", 0) or 0
+
+
+def _blocks(model: nn.Module, policy: Policy, told: _Told, hidden: int, tp: int) -> tuple[int, int | None]:
+    """Number of repeated blocks, and the all-reduces of each."""
+    if policy.spine is not None:
+        blocks: Iterable[nn.Module] = policy.spine.blocks_of(model)
+    else:
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        blocks = max(lists, key=len, default=nn.ModuleList())
+    names = {id(module): name for name, module in model.named_modules()}
+    again = _Told(told.native, told.whole, told.attributes, told.decisions, told.rules, told.changes)
+    counts = [
+        sum(n for traffic, n in _node("", names[id(block)], block, again, tp).messages() if _is_hidden(traffic, hidden))
+        for block in blocks
+    ]
+    return len(counts), counts[0] if len(set(counts)) == 1 else None
+
+
+def _is_hidden(traffic: Traffic, hidden: int) -> bool:
+    return traffic.operation == "all_reduce" and traffic.per_token == hidden
+
+
+def _source(policy: Policy, given: bool) -> str:
+    if isinstance(policy, WholePolicy):
+        return "nothing to do"
+    where = type(policy).__module__
+    return f"given by you ({where})" if given else f"the family's own, {where.replace('.', '/')}.py"

@@ -1,0 +1,115 @@
+"""An explanation as text: aligned lines for files and pipes, a coloured tree for terminals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from colonnade.tools.explain.explanation import ADAM_BYTES, FP32_BYTES, Explanation
+from colonnade.tools.explain.tree import Node
+
+COLOURS = {"column": "green", "row": "cyan", "vocabulary": "magenta", "norm": "yellow", "head": "yellow"}
+
+
+def plain_text(explanation: Explanation, source: str) -> str:
+    """The whole explanation; two columns of the tree, then what, parameters on rank 0, why and traffic.
+
+    Args:
+        source: where the model's sizes are from.
+    """
+    rows = list(_rows(explanation.tree, ""))
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    lines = [_heading(explanation, source), ""]
+    for name, kind, parameters, rest in rows:
+        lines.append(f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {parameters:>{widths[2]}}  {rest}".rstrip())
+    return "\n".join([*lines, "", *totals(explanation)])
+
+
+def rich_tree(explanation: Explanation, source: str) -> Any:
+    """The same as a tree for rich's console."""
+    from rich.console import Group
+    from rich.text import Text
+    from rich.tree import Tree
+
+    def label(node: Node) -> Text:
+        text = Text(node.name or node.native, style="bold")
+        if node.name:
+            text.append(f"  {node.native}", style="dim")
+        if node.kind:
+            text.append(f"  {node.kind}", style=next((c for k, c in COLOURS.items() if node.kind.startswith(k)), "white"))
+        if node.parameters:
+            text.append(f"  {_local(node)}")
+        rest = _rest(node)
+        if rest:
+            text.append(f"  {rest}", style="dim")
+        return text
+
+    def grow(tree: Tree, node: Node) -> Tree:
+        for child in node.children:
+            grow(tree.add(label(child)), child)
+        return tree
+
+    tree = grow(Tree(label(explanation.tree)), explanation.tree)
+    return Group(Text(_heading(explanation, source)), Text(""), tree, Text(""), Text("\n".join(totals(explanation))))
+
+
+def totals(explanation: Explanation) -> list[str]:
+    """The last lines: parameters and bytes of a rank, and what a step communicates."""
+    whole, local = explanation.tree.total, explanation.tree.local_total
+    share = f"{local / whole:.0%} of the model" if whole else "nothing"
+    lines = [
+        f"parameters        {whole:,} in the model, {local:,} on rank 0 ({share})",
+        f"memory a rank     {_bytes(local * FP32_BYTES)} weights in fp32, {_bytes(local * ADAM_BYTES)} with gradients "
+        "and Adam's state, activations not counted",
+    ]
+    if explanation.tp == 1:
+        return [*lines, "traffic a step    none over tp: one rank holds each layer"]
+    lines.append(f"traffic a step    {explanation.formula} all-reduces of b·s·h, h = {explanation.hidden}")
+    if explanation.blocks and explanation.per_block is not None:
+        rest = explanation.all_reduces - explanation.per_block * explanation.blocks
+        lines.append(f"                  {explanation.per_block} in each of {explanation.blocks} blocks, {rest} outside them")
+    lines += [f"                  and {n} × {traffic}" for traffic, n in explanation.other_traffic.items()]
+    lines.append("                  b rows, s tokens each; a step without recomputation of activations")
+    return lines
+
+
+def _heading(explanation: Explanation, source: str) -> str:
+    return "\n".join(
+        [
+            f"{explanation.model}, tp {explanation.tp}: {source}",
+            f"policy {explanation.policy}: {explanation.policy_source}",
+        ]
+    )
+
+
+def _rows(node: Node, prefix: str) -> Iterator[tuple[str, str, str, str]]:
+    yield (node.native if not prefix and not node.name else f"{prefix}{node.name}  {node.native}",
+           node.kind, _local(node) if node.parameters else "", _rest(node))  # fmt: skip
+    deeper = prefix.replace("├ ", "│ ").replace("└ ", "  ")
+    for child in node.children:
+        branch = "└ " if child is node.children[-1] else "├ "
+        yield from _rows(child, deeper + branch)
+
+
+def _local(node: Node) -> str:
+    return f"{_count(node.local_parameters)} of {_count(node.parameters)}"
+
+
+def _rest(node: Node) -> str:
+    parts = [node.why, *map(str, node.traffic)]
+    text = "; ".join(part for part in parts if part)
+    return f"{text} [{node.rule}]" if node.rule and text else text
+
+
+def _count(number: int) -> str:
+    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= 10 * size or (number >= size and unit != "K"):
+            return f"{number / size:.1f}{unit}"
+    return str(number)
+
+
+def _bytes(number: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number} bytes"

@@ -1,0 +1,105 @@
+"""The certificate: what was verified, with which versions, and what came out; as JSON and as text."""
+
+from __future__ import annotations
+
+import json
+import platform
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from colonnade.errors import UsageError
+from colonnade.tools.verify.job import RESULT, Job
+
+SAME, DIFFERENT = "same", "different"
+FORMAT = 1
+
+
+def make_certificate(job: Job) -> dict[str, Any]:
+    """The certificate for a job whose workers have ended well."""
+    result = json.loads((job.folder / RESULT).read_text(encoding="utf-8"))
+    config = job.config()
+    return {
+        "format": FORMAT,
+        "verdict": SAME if result["ok"] else DIFFERENT,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "device": "cpu" if torch.accelerator.current_accelerator() is None else torch.cuda.get_device_name(),
+        "model": {"class": job.model, "type": config.model_type, "source": job.source, "parameters": job.parameters},
+        "twin": {"parameters": result["weights"], "config": config.to_diff_dict()},
+        "layout": {"tp": job.layout.tp, "dp": job.layout.dp, "policy": job.layout.policy, "mesh": result["layout"]},
+        "steps": job.steps,
+        "differences": result["differences"],
+        "rounding_of_one_process": result["rounding"],
+        "weights_compared": result["weights_compared"],
+        "saving": result["saving"],
+        "traffic_per_step": result["traffic"],
+        "expected_all_reduces_of_hidden_states": job.expected_all_reduces,
+        "places": result["places"],
+        "report": result["text"],
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what took part."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for name in ("colonnade", "transformers"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed as a package"
+    return found
+
+
+def write_certificate(certificate: dict[str, Any], path: Path) -> None:
+    """Write it as JSON.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    try:
+        path.write_text(json.dumps(certificate, indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"the certificate cannot be written to {path}: {error}") from error
+
+
+def certificate_text(certificate: dict[str, Any]) -> str:
+    """The report for the person at the terminal."""
+    model, twin = certificate["model"], certificate["twin"]
+    heading = f"{model['class']} ({model['source']}; {model['parameters']:,} parameters)"
+    lines = [heading, f"verified on a twin of the same structure with {twin['parameters']:,} parameters", ""]
+    lines += [certificate["report"], f"  {certificate['saving']['text']}"]
+    lines += [f"  traffic a step {_traffic(certificate)}", *_places(certificate["places"])]
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(certificate["versions"].items()))
+    verdict = "the same numbers as one process" if certificate["verdict"] == SAME else "NOT the numbers of one process"
+    return "\n".join([*lines, "", f"verdict: {verdict}  ({versions})"])
+
+
+def _traffic(certificate: dict[str, Any]) -> str:
+    counts = [f"{t['calls']} {t['operation'].replace('_', '-')} over {t['axis']}" for t in certificate["traffic_per_step"]]
+    return ", ".join(counts) or "none"
+
+
+def _places(places: dict[str, Any] | None) -> list[str]:
+    if places is None:
+        return []
+    lines = ["", "  where the runs part:"]
+    for key, text in (("forward", "first output that differs, in forward order"),
+                      ("backward", "first output gradient that differs, in backward order")):  # fmt: skip
+        place = places[key]
+        found = "none" if place is None else (
+            f"{place['module']} ({place['kind']}), off by {_number(place['difference'])} on rank {place['rank']}"
+        )  # fmt: skip
+        lines.append(f"    {text}: {found}")
+    lines += [f"    suspect: {suspect}" for suspect in places["suspects"]]
+    if places["forward"] is None and places["backward"] is None and not places["suspects"]:
+        lines.append("    all module outputs and their gradients agree: look at how the gradients of the parameters above are")
+        lines.append("    completed (a norm inside a region needs head_norm), or at their update")
+    return lines
+
+
+def _number(value: Any) -> str:
+    return f"{value:.1e}" if isinstance(value, float) else str(value)

@@ -1,0 +1,190 @@
+"""The check itself, run by every rank: training compared with one process, traffic, and saving and loading."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from colonnade.booster import Booster
+from colonnade.booster.plugin import HybridParallelPlugin
+from colonnade.cluster.device import current_device
+from colonnade.cluster.mesh import Axis
+from colonnade.comm.collectives import all_gather_object
+from colonnade.comm.ledger import ledger
+from colonnade.errors import CheckpointError
+from colonnade.testing.logical import largest
+from colonnade.testing.parity import Tolerance, Training, compare_with_single, rows_of, well_conditioned_adamw
+from colonnade.testing.parity_report import ParityReport
+from colonnade.tools.explain.choice import load_policy
+from colonnade.tools.train.source import quiet_transformers
+from colonnade.tools.twin import twin_model
+from colonnade.tools.verify.batches import make_batches
+from colonnade.tools.verify.job import RESULT, SAVED, Job
+from colonnade.tools.verify.places import Places, find_places
+
+MAX_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Saving:
+    """How far logits of the saved model, loaded by transformers, are from those of the parallel model."""
+
+    difference: float
+    tolerance: float
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.error and self.difference <= self.tolerance
+
+    def __str__(self) -> str:
+        if self.error:
+            return f"saved model    cannot be loaded: {self.error}"
+        sign = "≤" if self.ok else ">"
+        return f"saved model    {self.difference:8.1e} {sign} {self.tolerance:.0e}   logits after transformers' from_pretrained"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that was found; the same on every rank.
+
+    Args:
+        report: the comparison of training with one process.
+        saving: the comparison after saving and loading.
+        traffic: (operation, axis) → calls and elements of one training step of a rank.
+        places: where the runs part; None where they do not.
+    """
+
+    report: ParityReport
+    saving: Saving
+    traffic: dict[tuple[str, str], tuple[int, int]]
+    places: Places | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the layout computes what one process computes."""
+        return self.report.ok and self.saving.ok
+
+
+class _Check:
+    """The pieces that every part of the check needs: how the twin, its batches and the plugin are made."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.config = job, job.config()
+        probe = self.model()
+        self.causal = getattr(getattr(probe, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+        self.batches = make_batches(self.config, job.layout.dp, self.causal and not self.config.is_encoder_decoder)
+
+    def model(self) -> Any:
+        return twin_model(self.config)
+
+    def plugin(self) -> HybridParallelPlugin:
+        policy = load_policy(self.job.layout.policy)
+        return HybridParallelPlugin(
+            tp_size=self.job.layout.tp, precision="fp32", max_norm=MAX_NORM, custom_policy=policy
+        )
+
+
+def verify_on_this_rank(job: Job) -> Outcome:
+    """Run the whole check; a collective call over tp·dp ranks that all have the same device.
+
+    Raises:
+        ConfigError, PolicyError: the twin cannot be laid out so.
+    """
+    quiet_transformers()
+    check = _Check(job)
+    training = Training(check.model, check.batches, steps=job.steps, max_norm=MAX_NORM)
+    report = compare_with_single(training, check.plugin)
+    places = None if report.ok else find_places(check.model, check.batches[0], check.plugin())
+    traffic, saving = _train_and_save(check)
+    return Outcome(report, saving, traffic, places)
+
+
+def _train_and_save(check: _Check) -> tuple[dict[tuple[str, str], tuple[int, int]], Saving]:
+    """One step under the ledger, then save the trained model and load it by transformers."""
+    plugin = check.plugin()
+    booster, dp = Booster(plugin=plugin), plugin.mesh.axis("dp")
+    model = check.model()
+    model, optimizer, *_ = booster.boost(model, well_conditioned_adamw(model))
+    with ledger() as book:
+        booster.backward(model(**rows_of(check.batches[0], dp.rank, dp.size)).loss, optimizer)
+        optimizer.step()
+    traffic = {key: (calls, book.elements[key]) for key, calls in sorted(book.calls.items())}
+    folder = check.job.folder / SAVED
+    try:
+        booster.save_model(model, folder)
+    except CheckpointError as error:  # raised on every rank, with the same reason
+        return traffic, Saving(math.inf, Tolerance().loss, f"{type(error).__name__}: {error}")
+    saving = _compare_loaded(check, model, folder)
+    return traffic, saving
+
+
+def _compare_loaded(check: _Check, model: Any, folder: Path) -> Saving:
+    world, tolerance = Axis.of(None, "world"), Tolerance().loss
+    # a whole batch on every rank, without labels: nothing is averaged
+    batch = {k: v for k, v in check.batches[-1].items() if k != "labels"}
+    if check.config.is_encoder_decoder:
+        batch["decoder_input_ids"] = check.batches[-1]["input_ids"].flip(1)
+    batch = {k: v.to(current_device()) for k, v in batch.items()}
+    model.eval()
+    with torch.no_grad():
+        ours = model(**batch, use_cache=False).logits if _takes_cache(model.unwrap()) else model(**batch).logits
+    error, difference = "", math.inf
+    try:
+        loaded = type(check.model()).from_pretrained(folder, dtype=torch.float32).to(current_device()).eval()
+        with torch.no_grad():
+            theirs = loaded(**batch).logits
+        difference = largest(ours - theirs) / max(largest(theirs), 1e-30)
+    except Exception as problem:  # whatever transformers raises, it cannot load what was saved
+        error = f"{type(problem).__name__}: {problem}"
+    of_ranks = all_gather_object((difference, error), world)
+    errors = [text for _, text in of_ranks if text]
+    return Saving(max(d for d, _ in of_ranks), tolerance, errors[0] if errors else "")
+
+
+def _takes_cache(model: nn.Module) -> bool:
+    return "use_cache" in type(model).forward.__code__.co_varnames
+
+
+def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
+    """Plain data; what is no number (an infinite difference) as text."""
+    report = outcome.report
+    return {
+        "ok": outcome.ok,
+        "text": str(report),
+        "layout": report.layout,
+        "differences": [_finite(asdict(difference) | {"ok": difference.ok}) for difference in report.differences],
+        "rounding": _finite(dict(report.rounding)),
+        "weights_compared": report.num_weights - sum(report.undetermined.values()),
+        "weights": report.num_weights,
+        "saving": _finite(asdict(outcome.saving) | {"ok": outcome.saving.ok, "text": str(outcome.saving)}),
+        "traffic": [
+            {"operation": operation, "axis": axis, "calls": calls, "elements": elements}
+            for (operation, axis), (calls, elements) in outcome.traffic.items()
+        ],
+        "places": None if outcome.places is None else _finite(asdict(outcome.places)),
+    }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def run_job(folder: Path) -> None:
+    """What a worker process does: run the job in the folder; rank 0 leaves the result there."""
+    job = Job.read(folder)
+    outcome = verify_on_this_rank(job)
+    if Axis.of(None, "world").rank == 0:
+        shutil.rmtree(folder / SAVED, ignore_errors=True)
+        (folder / RESULT).write_text(json.dumps(outcome_to_json(outcome)), encoding="utf-8")

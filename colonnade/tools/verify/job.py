@@ -1,0 +1,120 @@
+"""What is to be verified: made once, before the ranks start, and read by each of them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from colonnade.errors import ConfigError, UsageError, explain
+from colonnade.tools.explain.choice import Choice, load_policy
+from colonnade.tools.explain.explanation import explain_config
+from colonnade.tools.twin import model_class, shrink
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+JOB, TWIN, RESULT, SAVED = "job.json", "twin", "result.json", "saved"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the axes that are verified, and the policy as `module:Class` (None for the family's own)."""
+
+    tp: int = 2
+    dp: int = 1
+    policy: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, size in (("tp", self.tp), ("dp", self.dp)):
+            if size < 1:
+                raise UsageError(f"--{name} {size}: a layout has at least 1 process along each axis.")
+
+    @property
+    def ranks(self) -> int:
+        """Number of processes."""
+        return self.tp * self.dp
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks are told.
+
+    Args:
+        layout: what is verified.
+        steps: optimizer steps that are compared.
+        model: class of the model.
+        source: where the sizes of the model are from.
+        parameters: entries of all parameters of the model itself, not of the twin.
+        expected_all_reduces: all-reduces of whole hidden states in a step of the twin, as `explain` counts them.
+        folder: where the twin's configuration lies and the result goes.
+    """
+
+    layout: Layout
+    steps: int
+    model: str
+    source: str
+    parameters: int
+    expected_all_reduces: int
+    folder: Path
+
+    def write(self) -> None:
+        """Put the job into its folder."""
+        plain = asdict(self) | {"folder": str(self.folder)}
+        (self.folder / JOB).write_text(json.dumps(plain), encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Job:
+        """The job in a folder."""
+        plain: dict[str, Any] = json.loads((folder / JOB).read_text(encoding="utf-8"))
+        return cls(**plain | {"layout": Layout(**plain["layout"]), "folder": folder})
+
+    def config(self) -> PretrainedConfig:
+        """The twin's configuration."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.folder / TWIN)
+
+
+def prepare(choice: Choice, layout: Layout, steps: int, folder: Path) -> Job:
+    """Check that the model takes the layout, at its own size too, and write the job for its twin.
+
+    Args:
+        choice: the model.
+        steps: optimizer steps to compare.
+        folder: an empty folder that all ranks see.
+
+    Raises:
+        ConfigError: head counts or widths do not divide, or the model does not learn from token ids and labels.
+        PolicyError: there is no policy for the family, or the one given does not fit.
+    """
+    if steps < 1:
+        raise UsageError(f"--steps {steps}: at least 1 step is compared.")
+    kind = model_class(choice.config)
+    _check_inputs(kind)
+    real = explain_config(choice.config, layout.tp, load_policy(layout.policy))
+    twin = shrink(choice.config, layout.tp)
+    small = explain_config(twin, layout.tp, load_policy(layout.policy))
+    twin.architectures = [kind.__name__]
+    twin.save_pretrained(folder / TWIN)
+    job = Job(
+        layout, steps, kind.__name__, choice.source, real.tree.total, small.all_reduces, folder
+    )  # the tree counts whole parameters
+    job.write()
+    return job
+
+
+def _check_inputs(kind: Any) -> None:
+    missing = {"input_ids", "labels"} - inspect.signature(kind.forward).parameters.keys()
+    if missing:
+        raise ConfigError(
+            explain(
+                f"{kind.__name__} cannot be verified.",
+                [
+                    ("reason", f"its forward takes no {' and no '.join(sorted(missing))}"),
+                    ("needs", "a language model, which learns from token ids and labels"),
+                ],
+            )
+        )

@@ -1,0 +1,231 @@
+"""Where two runs part: the first module whose output differs, and the first whose output gradient differs.
+
+[Note: what can be compared]
+One process runs beside the parallel model on every rank. Outputs outside the regions (blocks, norms, row-parallel layers,
+embeddings) are whole on every rank and are compared as they are, each data-parallel rank with its rows. The output of a
+column-parallel layer is compared with those columns of the whole one that its layout names. What is split without a
+layout, such as the attention inside its region, is not compared: a fault there shows in the row-parallel layer behind it.
+
+[Note: what counts as a difference]
+One process in fp32 is compared with itself in fp64 first. A module counts as different where it is off by more than ten
+times of that, and by more than the tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from colonnade.booster import Booster
+from colonnade.cluster.device import current_device
+from colonnade.cluster.mesh import Axis
+from colonnade.comm.collectives import all_gather_object
+from colonnade.model.layout import TensorLayout, layout_of
+from colonnade.shardformer.layer.linear import ColumnParallel, RowParallel
+from colonnade.testing.logical import largest
+from colonnade.testing.parity import rows_of
+
+TOLERANCE = 1e-5
+TIMES_ROUNDING = 10.0
+Key = tuple[str, int]  # module and number of the call
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module whose output, or its gradient, differs, by how much (relative), and on which rank."""
+
+    module: str
+    kind: str
+    difference: float
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.module} ({self.kind}), off by {self.difference:.1e} on rank {self.rank}"
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the parallel run parts from one process.
+
+    Args:
+        forward: the first module in forward order whose output differs.
+        backward: the first module in backward order whose output gradient differs.
+        suspects: layers that are cut otherwise than those they work with, in words.
+        compared: number of module outputs that were compared.
+    """
+
+    forward: Place | None
+    backward: Place | None
+    suspects: tuple[str, ...]
+    compared: int
+
+
+@dataclass
+class _Records:
+    """Outputs of all modules and their gradients, in the order in which they came about."""
+
+    outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[Key, torch.Tensor] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def watch(self, model: nn.Module) -> None:
+        """Record what the modules of a model put out from now on."""
+        for name, module in model.named_modules():
+            if name:
+                module.register_forward_hook(self._hook(name))
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def record(module: nn.Module, args: Any, output: Any) -> None:
+            tensor = _tensor_of(output)
+            if tensor is None:
+                return
+            key = (name, self.calls.get(name, 0))
+            self.calls[name] = key[1] + 1
+            self.outputs[key] = tensor.detach().cpu().clone()
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self._received(key, gradient))
+
+        return record
+
+    def _received(self, key: Key, gradient: torch.Tensor) -> None:
+        self.gradients[key] = gradient.detach().cpu().clone()
+
+
+def _tensor_of(output: Any) -> torch.Tensor | None:
+    if type(output) in (tuple, list) and output:
+        output = output[0]
+    return output if isinstance(output, torch.Tensor) and output.is_floating_point() else None
+
+
+def find_places(model_fn: Callable[[], nn.Module], batch: Mapping[str, Any], plugin: Any) -> Places:
+    """Run one forward and backward in one process and in parallel, and compare module by module; a collective call.
+
+    Args:
+        model_fn: builds the unmodified model.
+        batch: a global batch.
+        plugin: a fresh plugin of the layout.
+    """
+    one, exact = (_run_single(model_fn(), batch, dtype) for dtype in (torch.float32, torch.float64))
+    booster, dp = Booster(plugin=plugin), plugin.mesh.axis("dp")
+    model = model_fn()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    many = _Records()
+    many.watch(model.unwrap())
+    booster.backward(model(**rows_of(dict(batch), dp.rank, dp.size)).loss, optimizer)
+    modules = dict(model.unwrap().named_modules())
+    outputs = _differences(many.outputs, one.outputs, exact.outputs, modules, dp, 1.0)
+    # the mean over data-parallel ranks is taken later, of the parameters' gradients
+    gradients = _differences(many.gradients, one.gradients, exact.gradients, modules, dp, 1.0 / dp.size)
+    return Places(
+        _first(outputs, modules), _first(gradients, modules), tuple(disagreeing_cuts(model.unwrap())), len(outputs)
+    )
+
+
+def _run_single(model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype) -> _Records:
+    model = model.to(current_device(), dtype)
+    records = _Records()
+    records.watch(model)
+    model(**{k: v.to(current_device()) if torch.is_tensor(v) else v for k, v in batch.items()}).loss.backward()
+    return records
+
+
+def _differences(
+    many: Mapping[Key, torch.Tensor],
+    one: Mapping[Key, torch.Tensor],
+    exact: Mapping[Key, torch.Tensor],
+    modules: Mapping[str, nn.Module],
+    dp: Axis,
+    factor: float,
+) -> list[tuple[Key, float]]:
+    """In the order of one process: each comparable tensor, and by how much it is off, 0 where that is rounding."""
+    found = []
+    for key, whole in one.items():
+        module = modules.get(key[0])
+        if key not in many or key not in exact or module is None:
+            continue
+        ours = many[key] * factor
+        wanted = _comparable(whole, ours, module, dp)
+        if wanted is None:
+            continue
+        rounding = largest(whole - exact[key].float()) / _scale(whole)
+        difference = largest(ours - wanted) / _scale(whole)
+        found.append((key, difference if difference > max(TOLERANCE, TIMES_ROUNDING * rounding) else 0.0))
+    return found
+
+
+def _scale(tensor: torch.Tensor) -> float:
+    return max(largest(tensor), 1e-30)
+
+
+def _comparable(whole: torch.Tensor, ours: torch.Tensor, module: nn.Module, dp: Axis) -> torch.Tensor | None:
+    """The part of one process's tensor that this rank should hold; see [Note: what can be compared]."""
+    if whole.dim() and whole.shape[0] % dp.size == 0 and whole.shape[0] > 1:
+        share = whole.shape[0] // dp.size
+        rows = whole[dp.rank * share : (dp.rank + 1) * share]
+    else:
+        rows = whole
+    if rows.shape == ours.shape:
+        return rows
+    weight = getattr(module, "weight", None)
+    if isinstance(module, ColumnParallel) and isinstance(weight, nn.Parameter) and not module.gather_output:
+        columns = torch.cat([torch.arange(a, b) for a, b in _ranges(layout_of(weight))])
+        if len(columns) == ours.shape[-1] and rows.shape[:-1] == ours.shape[:-1]:
+            return rows.index_select(-1, columns)
+    return None
+
+
+def _ranges(layout: TensorLayout) -> list[tuple[int, int]]:
+    """(start, stop) of the boxes along the dimension that is cut."""
+    dim = next((d for d in range(len(layout.shape)) if layout.local_shape[d] != layout.shape[d]), 0)
+    return [(box.logical[dim], box.logical[dim] + box.extent[dim]) for box in layout.boxes]
+
+
+def _first(differences: Sequence[tuple[Key, float]], modules: Mapping[str, nn.Module]) -> Place | None:
+    """The first that differs on any rank; the same answer on every rank."""
+    world = Axis.of(None, "world")
+    mine = next(((i, key[0], d) for i, (key, d) in enumerate(differences) if d > 0), None)
+    found = [(place[0], rank, place) for rank, place in enumerate(all_gather_object(mine, world)) if place is not None]
+    if not found:
+        return None
+    _, rank, (_, name, difference) = min(found, key=lambda item: item[:2])
+    return Place(name, type(modules[name]).__name__, difference, rank)
+
+
+def disagreeing_cuts(model: nn.Module) -> list[str]:
+    """Column-parallel layers that hold another part of their width than the row-parallel layer that closes their region,
+    where a layer beside them does hold the same part: such as a k_proj that is cut otherwise than q_proj and v_proj.
+    """
+    regions: dict[int, list[tuple[str, Any]]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (ColumnParallel, RowParallel)) and module.region is not None:
+            regions.setdefault(id(module.region), []).append((name, module))
+    found: dict[str, None] = {}
+    for layers in regions.values():
+        parts = {name: _parts(module) for name, module in layers}
+        closing = [parts[name] for name, module in layers if isinstance(module, RowParallel)]
+        if len(closing) != 1:
+            continue
+        agreeing = [name for name, _ in layers if parts[name] == closing[0]]
+        for name, module in layers:
+            if parts[name] != closing[0] and len(agreeing) > 1:
+                beside = ", ".join(other.rpartition(".")[2] for other in agreeing)
+                short = ".".join("*" if part.isdigit() else part for part in name.split("."))
+                found[f"{short} holds {_in_words(module)}, which is another part than {beside} hold"] = None
+    return list(found)
+
+
+def _parts(module: Any) -> tuple[tuple[float, float], ...]:
+    layout = layout_of(module.weight)
+    dim = next((d for d in range(len(layout.shape)) if layout.local_shape[d] != layout.shape[d]), 0)
+    return tuple((start / layout.shape[dim], stop / layout.shape[dim]) for start, stop in _ranges(layout))
+
+
+def _in_words(module: Any) -> str:
+    layout = layout_of(module.weight)
+    dim = next((d for d in range(len(layout.shape)) if layout.local_shape[d] != layout.shape[d]), 0)
+    ranges = ", ".join(f"{start}–{stop - 1}" for start, stop in _ranges(layout))
+    return f"columns {ranges} of {layout.shape[dim]} on this rank"
