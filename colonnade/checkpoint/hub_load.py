@@ -25,7 +25,7 @@ from torch import nn
 from colonnade.checkpoint.agreement import Attempt
 from colonnade.checkpoint.hub_folder import has_weights, open_weights, read_headers
 from colonnade.checkpoint.hub_match import Converted, match_keys, problem_rows
-from colonnade.checkpoint.model_tensors import local_tensor, named_tensors
+from colonnade.checkpoint.model_tensors import named_tensors
 from colonnade.checkpoint.staged_folder import locate
 from colonnade.checkpoint.transformers_internals import LoadRules
 from colonnade.cluster.mesh import ParallelMesh
@@ -183,7 +183,7 @@ class _Reader:
 
     def _copy_boxes(self, tensor: torch.Tensor, read: Callable[[tuple[slice, ...] | None], torch.Tensor]) -> None:
         """Fill the boxes of a local tensor; what lies outside them, such as padding, stays as it is."""
-        local, layout = local_tensor(tensor), layout_of(tensor)
+        local, layout = tensor.detach(), layout_of(tensor)
         for box in layout.boxes:
             if math.prod(box.extent):
                 local[box.local_slices].copy_(read(None if box.extent == layout.shape else box.logical_slices))

@@ -27,7 +27,7 @@ from colonnade.checkpoint.hub_plan import (
     plan_files,
     plan_gathers,
 )
-from colonnade.checkpoint.model_tensors import check_layout, extra_state, local_tensor, named_tensors
+from colonnade.checkpoint.model_tensors import check_layout, extra_state, named_tensors
 from colonnade.checkpoint.staged_folder import StagedFolder
 from colonnade.checkpoint.transformers_internals import SaveRules, ignored_on_save, save_small_files
 from colonnade.cluster.device import current_device
@@ -171,14 +171,14 @@ class _Save:
 
     def _take(self, source: Source, dtype: torch.dtype) -> torch.Tensor | None:
         if source.rank == WRITER:
-            return local_tensor(self.tensors[source.name])
+            return self.tensors[source.name].detach()
         buffer = torch.empty(source.layout.local_shape, dtype=dtype, device=current_device())
         return receive(buffer, self.mesh.world, source.rank)
 
     def _send(self, source: Source, dtype: torch.dtype) -> None:
         part = None
         with self.attempt:
-            local = local_tensor(self.tensors[source.name])
+            local = self.tensors[source.name].detach()
             # A local tensor may be larger than its boxes: the padding of a vocabulary stays here.
             part = local[tuple(slice(n) for n in source.layout.local_shape)].to(current_device()).contiguous()
         if part is None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from colonnade.errors import CheckpointError, explain
 from colonnade.model.layout import TensorLayout, layout_of
@@ -32,15 +31,10 @@ def extra_state(model: nn.Module) -> list[str]:
 
 
 def _identity(tensor: torch.Tensor) -> Any:
-    local = local_tensor(tensor)
+    local = tensor.detach()
     if local.is_meta or local.numel() == 0:  # no place in memory to go by
         return id(tensor)
     return local.device, local.data_ptr(), local.dtype, tuple(local.shape), local.stride()
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor, outside autograd."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def check_layout(name: str, tensor: torch.Tensor) -> TensorLayout:
@@ -49,7 +43,7 @@ def check_layout(name: str, tensor: torch.Tensor) -> TensorLayout:
     Raises:
         CheckpointError: where the local tensor is smaller than its layout says, or has no memory yet.
     """
-    local, layout = local_tensor(tensor), layout_of(tensor)
+    local, layout = tensor.detach(), layout_of(tensor)
     if local.is_meta:
         raise CheckpointError(
             explain(f"{name} is on the meta device: it has no memory yet.", [("try", "materialise the model first")])

@@ -10,6 +10,7 @@ from colonnade.errors import UsageError
 from colonnade.tools.explain.choice import find_config, load_policy
 from colonnade.tools.explain.explanation import explain_config
 from colonnade.tools.explain.text import plain_text, rich_tree
+from colonnade.tools.train.source import quiet_transformers
 
 EXAMPLES = """\
 examples:
@@ -52,6 +53,7 @@ def run_explain(args: argparse.Namespace) -> int:
     """
     if args.tp < 1:
         raise UsageError(f"--tp {args.tp}: a layer is shared by at least 1 process.")
+    quiet_transformers()
     policy = load_policy(args.policy)
     choice = find_config(args.model, args.tp)
     explanation = explain_config(choice.config, args.tp, policy, args.fused_norms)

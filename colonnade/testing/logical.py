@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from colonnade.cluster.mesh import Axis
 from colonnade.comm.collectives import all_gather_object
@@ -64,9 +63,6 @@ def gather_parameters(
 
 
 def _portable(tensor: torch.Tensor, layout: TensorLayout) -> Piece:
-    if isinstance(tensor, DTensor):  # a collective, called for the same parameters in the same order on every rank
-        tensor = tensor.full_tensor()
-        layout = TensorLayout.whole(tensor.shape)
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()), layout
 
 

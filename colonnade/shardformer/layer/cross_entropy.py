@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from colonnade.cluster.mesh import Axis
 from colonnade.comm.collectives import all_gather
@@ -29,23 +30,23 @@ class _VocabParallelCrossEntropy(Function):
         local_N = local_N.masked_fill(elsewhere_N, 0)
         target_N = logits_Nv.gather(1, local_N.unsqueeze(1)).squeeze(1).masked_fill(elsewhere_N, 0.0)
         top_N = logits_Nv.amax(1).clamp_(min=torch.finfo(logits_Nv.dtype).min)  # finite where all are minus infinity
+        exp_Nv = (logits_Nv - top_N.unsqueeze(1)).exp_()
         # one exchange: each rank's maximum, its log-sum-exp above that, and its logit of the target if it holds it
-        stats_3N = torch.stack([top_N, (logits_Nv - top_N.unsqueeze(1)).logsumexp(1), target_N])
+        stats_3N = torch.stack([top_N, exp_Nv.sum(1).log_(), target_N])
         tops_RN, lses_RN, targets_RN = torch.stack(all_gather(stats_3N, axis)).unbind(1)
-        top_N = tops_RN.amax(0)
+        top_all_N = tops_RN.amax(0)
         # everything is kept relative to the maximum: what is common to all logits must not cost digits
-        lse_N = (tops_RN - top_N + lses_RN).logsumexp(0)
-        ctx.save_for_backward(logits_Nv, top_N, lse_N, local_N, elsewhere_N)
-        return lse_N - (targets_RN.sum(0) - top_N)
+        lse_N = (tops_RN - top_all_N + lses_RN).logsumexp(0)
+        ctx.save_for_backward(exp_Nv, (top_N - top_all_N - lse_N).exp_(), local_N, elsewhere_N)
+        return lse_N - (targets_RN.sum(0) - top_all_N)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_N: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        logits_Nv, top_N, lse_N, local_N, elsewhere_N = ctx.saved_tensors
-        grad_Nv = (
-            (logits_Nv - top_N.unsqueeze(1)).sub_(lse_N.unsqueeze(1)).exp_()
-        )  # the softmax over the whole vocabulary, own columns
-        grad_Nv.scatter_add_(1, local_N.unsqueeze(1), (elsewhere_N.to(grad_Nv.dtype) - 1.0).unsqueeze(1))
-        return grad_Nv.mul_(grad_N.unsqueeze(1)), None, None, None
+        exp_Nv, scale_N, local_N, elsewhere_N = ctx.saved_tensors
+        grad_Nv = exp_Nv * (scale_N * grad_N).unsqueeze(1)  # the softmax over the whole vocabulary, own columns
+        grad_Nv.scatter_add_(1, local_N.unsqueeze(1), -grad_N.masked_fill(elsewhere_N, 0.0).unsqueeze(1))
+        return grad_Nv, None, None, None
 
 
 def cross_entropy_1d(

@@ -76,7 +76,9 @@ def _decision(name: str, module: Any, replacement: Replacement, size: int, regio
         return _row(module, replacement)
     if isinstance(module, (DropoutForParallelInput, DropoutForReplicatedInput)):
         own = isinstance(module, DropoutForParallelInput)
-        return Decision("dropout", "its input is split: each rank draws its own mask" if own else "the same mask on all")
+        return Decision(
+            "dropout", "its input is split: each rank draws its own mask" if own else "the same mask on all"
+        )
     if isinstance(target, type) and issubclass(target, HeadNorm):
         return _head_norm(module)
     if isinstance(target, type) and issubclass(target, Norm):
@@ -105,7 +107,9 @@ def _column(name: str, module: Any, replacement: Replacement, regions: Regions) 
     if module.gather_output:
         traffic.append(Traffic("all_gather", "forward", per_token=layout.shape[dim]))
         entered += "; its output is collected on every rank"
-    share = f"{local[dim]:,} of {layout.shape[dim]:,} columns{_heads(replacement, local[dim], layout.shape[dim])}{fused}"
+    share = (
+        f"{local[dim]:,} of {layout.shape[dim]:,} columns{_heads(replacement, local[dim], layout.shape[dim])}{fused}"
+    )
     return Decision("column, fused" if parts > 1 else "column", f"{share}; {entered}", tuple(traffic))
 
 

@@ -15,7 +15,7 @@ from colonnade.shardformer import LocalShare, Policy, ShardConfig, ShardFormer
 from colonnade.shardformer.policy import WholePolicy
 from colonnade.shardformer.shard.plan import Match, match, rule_name
 from colonnade.tools.explain.decision import Decision, Regions, decide
-from colonnade.tools.explain.tree import Node, Traffic, fold
+from colonnade.tools.explain.tree import Node, Traffic, fold, without_lists
 from colonnade.tools.twin import build
 
 if TYPE_CHECKING:
@@ -59,7 +59,9 @@ class Explanation:
         """The number of all-reduces as blocks and rest, such as "4·32 + 2 = 130"."""
         if not self.blocks or self.per_block is None:
             return str(self.all_reduces)
-        return f"{self.per_block}·{self.blocks} + {self.all_reduces - self.per_block * self.blocks} = {self.all_reduces}"
+        return (
+            f"{self.per_block}·{self.blocks} + {self.all_reduces - self.per_block * self.blocks} = {self.all_reduces}"
+        )
 
     @property
     def other_traffic(self) -> Counter[Traffic]:
@@ -178,7 +180,7 @@ def _node(name: str, path: str, module: nn.Module, told: _Told, tp: int) -> Node
         parameters=sum(told.whole.get(id(p), p.numel()) for p in fresh),
         local_parameters=sum(p.numel() for p in fresh),
         traffic=decision.traffic,
-        children=fold(children),
+        children=without_lists(fold(children)),
     )
 
 

@@ -36,7 +36,9 @@ def rich_tree(explanation: Explanation, source: str) -> Any:
         if node.name:
             text.append(f"  {node.native}", style="dim")
         if node.kind:
-            text.append(f"  {node.kind}", style=next((c for k, c in COLOURS.items() if node.kind.startswith(k)), "white"))
+            text.append(
+                f"  {node.kind}", style=next((c for k, c in COLOURS.items() if node.kind.startswith(k)), "white")
+            )
         if node.parameters:
             text.append(f"  {_local(node)}")
         rest = _rest(node)
@@ -67,7 +69,9 @@ def totals(explanation: Explanation) -> list[str]:
     lines.append(f"traffic a step    {explanation.formula} all-reduces of b·s·h, h = {explanation.hidden}")
     if explanation.blocks and explanation.per_block is not None:
         rest = explanation.all_reduces - explanation.per_block * explanation.blocks
-        lines.append(f"                  {explanation.per_block} in each of {explanation.blocks} blocks, {rest} outside them")
+        lines.append(
+            f"                  {explanation.per_block} in each of {explanation.blocks} blocks, {rest} outside them"
+        )
     lines += [f"                  and {n} × {traffic}" for traffic, n in explanation.other_traffic.items()]
     lines.append("                  b rows, s tokens each; a step without recomputation of activations")
     return lines

@@ -85,6 +85,17 @@ class Node:
         return plain | {"children": [child.to_json() for child in self.children]}
 
 
+def without_lists(nodes: Sequence[Node]) -> tuple[Node, ...]:
+    """Put the members of a list in the list's place: `layers` with a child `0–31` becomes `layers.0–31`."""
+    flat: list[Node] = []
+    for node in nodes:
+        if node.native == "ModuleList" and not node.kind and all(child.name[:1].isdigit() for child in node.children):
+            flat += [replace(child, name=f"{node.name}.{child.name}") for child in node.children]
+        else:
+            flat.append(node)
+    return tuple(flat)
+
+
 def fold(nodes: Sequence[Node]) -> tuple[Node, ...]:
     """Join neighbours that are numbered and differ in their numbers only."""
     joined: list[list[Node]] = []

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from colonnade.cluster.device import device_type
 from colonnade.errors import UsageError
 from colonnade.tools.verify.job import RESULT, Job
 
@@ -27,7 +28,7 @@ def make_certificate(job: Job) -> dict[str, Any]:
         "verdict": SAME if result["ok"] else DIFFERENT,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": versions(),
-        "device": "cpu" if torch.accelerator.current_accelerator() is None else torch.cuda.get_device_name(),
+        "device": device_type(),
         "model": {"class": job.model, "type": config.model_type, "source": job.source, "parameters": job.parameters},
         "twin": {"parameters": result["weights"], "config": config.to_diff_dict()},
         "layout": {"tp": job.layout.tp, "dp": job.layout.dp, "policy": job.layout.policy, "mesh": result["layout"]},
@@ -79,7 +80,9 @@ def certificate_text(certificate: dict[str, Any]) -> str:
 
 
 def _traffic(certificate: dict[str, Any]) -> str:
-    counts = [f"{t['calls']} {t['operation'].replace('_', '-')} over {t['axis']}" for t in certificate["traffic_per_step"]]
+    counts = [
+        f"{t['calls']} {t['operation'].replace('_', '-')} over {t['axis']}" for t in certificate["traffic_per_step"]
+    ]
     return ", ".join(counts) or "none"
 
 
@@ -96,7 +99,9 @@ def _places(places: dict[str, Any] | None) -> list[str]:
         lines.append(f"    {text}: {found}")
     lines += [f"    suspect: {suspect}" for suspect in places["suspects"]]
     if places["forward"] is None and places["backward"] is None and not places["suspects"]:
-        lines.append("    all module outputs and their gradients agree: look at how the gradients of the parameters above are")
+        lines.append(
+            "    all module outputs and their gradients agree: look at how the gradients of the parameters above are"
+        )
         lines.append("    completed (a norm inside a region needs head_norm), or at their update")
     return lines
 
