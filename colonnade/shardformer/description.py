@@ -70,3 +70,16 @@ class LocalShare:
     """
 
     units: int | str | None = None
+
+
+@dataclass(frozen=True)
+class LocalConfig:
+    """The module's own copy of its config, with some whole numbers as this rank's share. The shared one stays as it is.
+
+    Args:
+        names: of those numbers.
+        units: number of indivisible blocks in each, or the config's name for that; by default the number itself.
+    """
+
+    names: tuple[str, ...]
+    units: int | str | None = None

@@ -1,4 +1,4 @@
-"""Finds the policy for a model."""
+"""Finds the policy that has been written for a model."""
 
 from __future__ import annotations
 
@@ -25,8 +25,13 @@ def known_families() -> dict[str, type[Policy]]:
     return dict(sorted(found.items()))
 
 
+def has_policy(model: nn.Module) -> bool:
+    """Whether a policy has been written for the model's family."""
+    return getattr(getattr(model, "config", None), "model_type", None) in known_families()
+
+
 def find_policy(model: nn.Module) -> Policy:
-    """The policy for a model, by its config's `model_type`.
+    """The policy written for a model's family, by its config's `model_type`.
 
     Raises:
         PolicyError: there is none; the message names near families and what to do.

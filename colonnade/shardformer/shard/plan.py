@@ -47,16 +47,16 @@ def match(model: nn.Module, policy_map: dict[Any, ModulePolicyDescription], poli
     """
     matches, problems, used = [], [], set()
     for name, module in model.named_modules():
-        key = _rule_for(type(module), policy_map)
-        if key is None:
-            continue
-        used.add(key)
-        found = Match(name, module, policy_map[key])
-        for rule in found.description.sub_module_replacement:
-            problem = _add(found, rule, model)
-            if problem and problem not in problems:
-                problems.append(problem)
-        matches.append(found)
+        by_class = _rule_for(type(module), policy_map)
+        keys = [by_class] * (by_class is not None) + [name] * (name in policy_map and name != by_class)
+        for key in keys:
+            used.add(key)
+            found = Match(name, module, policy_map[key])
+            for rule in found.description.sub_module_replacement:
+                problem = _add(found, rule, model)
+                if problem and problem not in problems:
+                    problems.append(problem)
+            matches.append(found)
     for key in policy_map.keys() - used:
         if not policy_map[key].optional:
             problems.append(_no_such_class(key, model))
@@ -68,10 +68,12 @@ def match(model: nn.Module, policy_map: dict[Any, ModulePolicyDescription], poli
     return matches
 
 
-def rule_name(kind: type, policy_map: dict[Any, ModulePolicyDescription]) -> str | None:
-    """Name of the class under which a policy speaks of a class of modules; None where it says nothing about it."""
-    key = _rule_for(kind, policy_map)
-    return key if key is None or isinstance(key, str) else key.__name__
+def rule_name(found: Match, policy_map: dict[Any, ModulePolicyDescription]) -> str:
+    """Under which name a policy speaks of a matched module: a class, or a path with block numbers replaced by *."""
+    if policy_map.get(found.name) is found.description:
+        return _compact([found.name])
+    key = _rule_for(type(found.module), policy_map)
+    return key if isinstance(key, str) else key.__name__
 
 
 def _rule_for(kind: type, policy_map: dict[Any, ModulePolicyDescription]) -> Any:

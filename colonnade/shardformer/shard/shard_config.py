@@ -17,6 +17,8 @@ class ShardConfig:
         enable_tensor_parallelism: split at all; without it the policy only changes norms and attention.
         enable_fused_normalization: replace norms by one fused operator each.
         enable_flash_attention: choose the fastest attention implementation that is installed.
+        check_inferred_policy: let a policy that was inferred pass the numeric check of a tiny twin of the model (a second
+            or two); without it a model may be trained wrong.
         extra_kwargs: anything a policy of your own wants to read.
     """
 
@@ -24,6 +26,7 @@ class ShardConfig:
     enable_tensor_parallelism: bool = True
     enable_fused_normalization: bool = False
     enable_flash_attention: bool = False
+    check_inferred_policy: bool = True
     extra_kwargs: dict[str, Any] = field(default_factory=dict)
 
     @property

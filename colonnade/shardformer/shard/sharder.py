@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import MethodType
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import nn
 
 from colonnade.errors import PolicyError
 from colonnade.model.layout import deal, has_layout, layout_of, set_layout
-from colonnade.shardformer.description import LocalShare
+from colonnade.shardformer.description import LocalConfig, LocalShare
 from colonnade.shardformer.layer.head import VocabParallelLMHead1D
 from colonnade.shardformer.layer.linear import ColumnParallel, RowParallel
 from colonnade.shardformer.layer.logits import WholeLogits
@@ -109,13 +110,17 @@ class ModelSharder:
         for part in parents:
             owner = getattr(owner, part)
         if isinstance(value, LocalShare):
-            value = self._local_share(owner, leaf, value, found)
+            value = self._local_share(getattr(owner, leaf, None), leaf, value, found)
+        elif isinstance(value, LocalConfig):
+            share, config = LocalShare(value.units), copy.copy(getattr(owner, leaf))
+            for name in value.names:  # past the config's own checks, which know the whole model only
+                config.__dict__[name] = self._local_share(config.__dict__[name], name, share, found)
+            value = config
         setattr(owner, leaf, value)
 
-    def _local_share(self, owner: Any, name: str, share: LocalShare, found: Match) -> int:
-        whole = getattr(owner, name, None)
+    def _local_share(self, whole: Any, name: str, share: LocalShare, found: Match) -> int:
         if not isinstance(whole, int):
-            raise PolicyError(f"{type(owner).__name__} keeps no whole number {name!r} that could be shared out.")
+            raise PolicyError(f"{type(found.module).__name__} keeps no whole number {name!r} that could be shared out.")
         units = share.units if share.units is not None else whole
         if isinstance(units, str):
             units = config_number(self.model, units, found.module)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
+from colonnade.shardformer.inference import can_be_inferred, infer_policy
 from colonnade.shardformer.layer.loss import LossAverage
 from colonnade.shardformer.policy import Policy, WholePolicy
-from colonnade.shardformer.registry import find_policy
+from colonnade.shardformer.registry import find_policy, has_policy
 from colonnade.shardformer.shard.shard_config import ShardConfig
 from colonnade.shardformer.shard.sharder import ModelSharder
 
@@ -30,8 +31,8 @@ class ShardFormer:
         """Shard a model in place.
 
         Args:
-            policy: what to do with it; by default the one for its family, or none where there is nothing to do
-                (one rank, native norms), so that any module will do.
+            policy: what to do with it. By default the one written for its family, else one that is inferred from the
+                model; none where there is nothing to do (one rank, native norms), so that any module will do.
 
         Returns:
             The model, and the groups of names that are one parameter (tied weights).
@@ -51,10 +52,15 @@ class ShardFormer:
         Args:
             average: where the loss function learns over which data-parallel ranks to average; plugins give it.
         """
-        config = self.shard_config
-        if policy is None:
-            nothing_to_do = config.tensor_parallel_size == 1 and not config.enable_fused_normalization
-            policy = WholePolicy() if nothing_to_do else find_policy(model)
-        sharder = ModelSharder(model, policy, config, average)
+        sharder = ModelSharder(model, policy or self._choose(model), self.shard_config, average)
         sharder.prepare()
         return sharder
+
+    def _choose(self, model: nn.Module) -> Policy:
+        """The policy for a model for which none was given."""
+        config = self.shard_config
+        if config.tensor_parallel_size == 1 and not config.enable_fused_normalization:
+            return WholePolicy()
+        if has_policy(model) or not can_be_inferred(model):
+            return find_policy(model)  # which refuses where there is none
+        return infer_policy(model, config.axis, config.check_inferred_policy)

@@ -80,7 +80,7 @@ def _decision(name: str, module: Any, replacement: Replacement, size: int, regio
             "dropout", "its input is split: each rank draws its own mask" if own else "the same mask on all"
         )
     if isinstance(target, type) and issubclass(target, HeadNorm):
-        return _head_norm(module)
+        return Decision("head norm", "inside the region: whole on every rank")
     if isinstance(target, type) and issubclass(target, Norm):
         fused = "" if type(module) is type(replacement.native) else f", as {type(module).__name__}"
         return Decision("norm", f"outside the regions: whole on every rank{fused}")
@@ -150,12 +150,6 @@ def _head(module: Any, size: int) -> Decision:
         why += "the loss is computed from split logits: 3 numbers a token from each rank"
         traffic.append(Traffic("all_gather", "forward", per_token=3 * size))
     return Decision("vocabulary-parallel head", why, tuple(traffic))
-
-
-def _head_norm(module: Any) -> Decision:
-    own = [parameter.numel() for parameter in module.parameters(recurse=False)]
-    why = "inside the region: whole on every rank, its gradient summed over the ranks' heads"
-    return Decision("head norm", why, tuple(Traffic("all_reduce", "backward", fixed=count) for count in own))
 
 
 def _other(target: Any) -> Decision:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,10 @@ import torch
 from torch import nn
 
 from colonnade.cluster.mesh import Axis
+from colonnade.model.layout import layout_of
 from colonnade.shardformer import LocalShare, Policy, ShardConfig, ShardFormer
+from colonnade.shardformer.description import LocalConfig
+from colonnade.shardformer.inference.policy import InferredPolicy
 from colonnade.shardformer.policy import WholePolicy
 from colonnade.shardformer.shard.plan import Match, match, rule_name
 from colonnade.tools.explain.decision import Decision, Regions, decide
@@ -128,21 +131,22 @@ def explain_model(model: nn.Module, tp: int, policy: Policy | None = None, fused
     given = policy is not None
     native = {name: type(module).__name__ for name, module in model.named_modules()}
     whole = {id(p): p.numel() for p in model.parameters()}
-    config = ShardConfig(axis, enable_fused_normalization=fused_norms)
+    # what it would be checked on is a run in several processes: that is what `colonnade verify` is for
+    config = ShardConfig(axis, enable_fused_normalization=fused_norms, check_inferred_policy=False)
     sharder = ShardFormer(config).prepare(model, policy)
     rules = sharder.policy.module_policy()
     matches = match(sharder.model, rules, type(sharder.policy).__name__)
-    attributes = {found.name: _attributes(found) for found in matches}
+    before = [_attributes(found) for found in matches]
     sharder.shard()
-    told = _Told(native, whole, attributes)
+    told = _Told(native, whole, _reasons(sharder.policy))
     regions = Regions(sharder.model)
-    for found in matches:
-        told.rules[found.name] = rule_name(type(found.module), rules)
+    for found, values in zip(matches, before):
+        told.rules[found.name] = rule_name(found, rules)
+        told.changes.setdefault(found.name, []).extend(_changes(found, values))
         for replacement in found.replacements:
             module = sharder.model.get_submodule(replacement.name)
             told.decisions[replacement.name] = decide(replacement.name, module, replacement, tp, regions)
-            told.rules[replacement.name] = rule_name(type(found.module), rules)
-    told.changes = {found.name: _changes(found, told.attributes[found.name]) for found in matches}
+            told.rules[replacement.name] = rule_name(found, rules)
     tree = _node("", "", sharder.model, told, tp)
     hidden = _hidden_size(sharder.model)
     blocks, per_block = _blocks(sharder.model, sharder.policy, told, hidden, tp)
@@ -156,7 +160,7 @@ class _Told:
 
     native: Mapping[str, str]
     whole: Mapping[int, int]  # id of a parameter → its entries before sharding
-    attributes: Mapping[str, dict[str, Any]]  # path → attribute → value before
+    reasons: Mapping[str, str]  # path of a layer that an inferred policy leaves whole → why
     decisions: dict[str, Decision] = field(default_factory=dict)
     rules: dict[str, str | None] = field(default_factory=dict)
     changes: dict[str, list[str]] = field(default_factory=dict)
@@ -171,6 +175,15 @@ def _node(name: str, path: str, module: nn.Module, told: _Told, tp: int) -> Node
     children = [_node(n, f"{path}.{n}".lstrip("."), child, told, tp) for n, child in module.named_children()]
     decision = told.decisions.get(path) or (Decision("replicated", _no_rule(told, path, tp)) if own else Decision(""))
     notes = [decision.why, *(f"shares the weight of {where}" for where in sorted(tied)), *told.changes.get(path, [])]
+    summed = [p for p in fresh if layout_of(p).partial_axes]
+    if summed:
+        notes.append("the gradient is summed over the ranks, each of which has the share of its heads")
+    if path not in told.decisions and any(layout_of(p).sharded_axes for p in own):
+        decision = Decision("split", "")
+        notes[0] = "inside the region: each rank holds the entries of its heads"
+    elif path not in told.decisions and summed:
+        decision = Decision("replicated", "")
+        notes[0] = "inside the region: whole on every rank"
     return Node(
         name=name,
         native=told.native.get(path, type(module).__name__),
@@ -179,7 +192,7 @@ def _node(name: str, path: str, module: nn.Module, told: _Told, tp: int) -> Node
         rule=told.rules.get(path),
         parameters=sum(told.whole.get(id(p), p.numel()) for p in fresh),
         local_parameters=sum(p.numel() for p in fresh),
-        traffic=decision.traffic,
+        traffic=(*decision.traffic, *(Traffic("all_reduce", "backward", fixed=p.numel()) for p in summed)),
         children=without_lists(fold(children)),
     )
 
@@ -187,7 +200,15 @@ def _node(name: str, path: str, module: nn.Module, told: _Told, tp: int) -> Node
 def _no_rule(told: _Told, path: str, tp: int) -> str:
     if tp == 1:
         return "one rank: nothing is split"
+    if path in told.reasons:
+        return f"left whole: {told.reasons[path]}"
     return "no rule for it: whole on every rank" if path not in told.rules else "its own parameters stay whole"
+
+
+def _reasons(policy: Policy) -> dict[str, str]:
+    """Why an inferred policy leaves layers whole, by their paths."""
+    regions = policy.regions if isinstance(policy, InferredPolicy) else []
+    return {layer.path: r.reason for r in regions if r.reason for layer in (*r.columns, r.row)}
 
 
 def _attributes(found: Match) -> dict[str, Any]:
@@ -206,6 +227,10 @@ def _changes(found: Match, before: Mapping[str, Any]) -> list[str]:
     after = _attributes(found)
     lines = []
     for name, value in description.attribute_replacement.items():
+        if isinstance(value, LocalConfig):
+            numbers = ", ".join(f"{n} {getattr(before[name], n)} → {getattr(after[name], n)}" for n in value.names)
+            lines.append(f"its own copy of {name}: {numbers}")
+            continue
         shares = " (this rank's share)" if isinstance(value, LocalShare) else ""
         lines.append(f"{name} {before[name]!r} → {after[name]!r}{shares}")
     lines += [f"method {name} is replaced" for name in description.method_replacement]
@@ -223,12 +248,12 @@ def _hidden_size(model: nn.Module) -> int:
 def _blocks(model: nn.Module, policy: Policy, told: _Told, hidden: int, tp: int) -> tuple[int, int | None]:
     """Number of repeated blocks, and the all-reduces of each."""
     if policy.spine is not None:
-        blocks: Iterable[nn.Module] = policy.spine.blocks_of(model)
+        blocks = list(policy.spine.blocks_of(model))
     else:
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        blocks = max(lists, key=len, default=nn.ModuleList())
+        lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+        blocks = max(lists, key=len, default=[])
     names = {id(module): name for name, module in model.named_modules()}
-    again = _Told(told.native, told.whole, told.attributes, told.decisions, told.rules, told.changes)
+    again = _Told(told.native, told.whole, told.reasons, told.decisions, told.rules, told.changes)
     counts = [
         sum(n for traffic, n in _node("", names[id(block)], block, again, tp).messages() if _is_hidden(traffic, hidden))
         for block in blocks
@@ -243,5 +268,7 @@ def _is_hidden(traffic: Traffic, hidden: int) -> bool:
 def _source(policy: Policy, given: bool) -> str:
     if isinstance(policy, WholePolicy):
         return "nothing to do"
+    if isinstance(policy, InferredPolicy):
+        return "inferred from one forward of the model, and not checked here: `colonnade verify` does that"
     where = type(policy).__module__
     return f"given by you ({where})" if given else f"the family's own, {where.replace('.', '/')}.py"

@@ -38,7 +38,7 @@ def make_certificate(job: Job) -> dict[str, Any]:
         "weights_compared": result["weights_compared"],
         "saving": result["saving"],
         "traffic_per_step": result["traffic"],
-        "expected_all_reduces_of_hidden_states": job.expected_all_reduces,
+        "expected_all_reduces": job.expected_all_reduces,
         "places": result["places"],
         "report": result["text"],
     }
@@ -69,34 +69,56 @@ def write_certificate(certificate: dict[str, Any], path: Path) -> None:
 
 def certificate_text(certificate: dict[str, Any]) -> str:
     """The report for the person at the terminal."""
-    model, twin = certificate["model"], certificate["twin"]
-    heading = f"{model['class']} ({model['source']}; {model['parameters']:,} parameters)"
-    lines = [heading, f"verified on a twin of the same structure with {twin['parameters']:,} parameters", ""]
-    lines += [certificate["report"], f"  {certificate['saving']['text']}"]
-    lines += [f"  traffic a step {_traffic(certificate)}", *_places(certificate["places"])]
+    model, twin, layout = certificate["model"], certificate["twin"], certificate["layout"]
+    same = certificate["verdict"] == SAME
+    lines = [
+        f"{model['class']}: {model['source']}, {model['parameters']:,} parameters",
+        f"verified on a twin of the same structure with {twin['parameters']:,} parameters: tp {layout['tp']} × "
+        f"dp {layout['dp']} beside one process, {certificate['steps']} steps",
+        "",
+        *map(_difference, certificate["differences"]),
+        f"  {certificate['saving']['text']}",
+        f"  {'traffic':<14} {_traffic(certificate)} in a step",
+        "  one process in fp32 is itself off from fp64 by "
+        + ", ".join(f"{_number(value)} ({kind})" for kind, value in certificate["rounding_of_one_process"].items()),
+        *_places(certificate["places"]),
+    ]
     versions = ", ".join(f"{name} {version}" for name, version in sorted(certificate["versions"].items()))
-    verdict = "the same numbers as one process" if certificate["verdict"] == SAME else "NOT the numbers of one process"
-    return "\n".join([*lines, "", f"verdict: {verdict}  ({versions})"])
+    verdict = "the same numbers as one process" if same else "NOT the numbers of one process"
+    return "\n".join([*lines, "", f"{verdict}  ({versions})"])
+
+
+def _difference(difference: dict[str, Any]) -> str:
+    """One kind of difference: the worst, and two more places."""
+    kind = f"  {difference['kind']:<14}"
+    if difference["note"]:
+        return f"{kind} {difference['note']}"
+    sign = "≤" if difference["ok"] else ">"
+    text = f"{kind} {_number(difference['worst']):>8} {sign} {_number(difference['tolerance'])}   {difference['where']}"
+    more = [where for _, where in difference["failures"] if where != difference["where"]]
+    text += "".join(f"; {where}" for where in more[:2]) + (f"; and {len(more) - 2} more" if len(more) > 2 else "")
+    return text.rstrip()
 
 
 def _traffic(certificate: dict[str, Any]) -> str:
     counts = [
         f"{t['calls']} {t['operation'].replace('_', '-')} over {t['axis']}" for t in certificate["traffic_per_step"]
     ]
-    return ", ".join(counts) or "none"
+    reduced = sum(
+        t["calls"] for t in certificate["traffic_per_step"] if (t["operation"], t["axis"]) == ("all_reduce", "tp")
+    )
+    expected = certificate["expected_all_reduces"]
+    note = "" if reduced == expected else f" (explain counts {expected} all-reduces over tp)"
+    return (", ".join(counts) or "nothing") + note
 
 
 def _places(places: dict[str, Any] | None) -> list[str]:
     if places is None:
         return []
     lines = ["", "  where the runs part:"]
-    for key, text in (("forward", "first output that differs, in forward order"),
-                      ("backward", "first output gradient that differs, in backward order")):  # fmt: skip
-        place = places[key]
-        found = "none" if place is None else (
-            f"{place['module']} ({place['kind']}), off by {_number(place['difference'])} on rank {place['rank']}"
-        )  # fmt: skip
-        lines.append(f"    {text}: {found}")
+    lines.append(f"    first output that differs, in forward order:            {_place(places['forward'])}")
+    follows = "" if places["forward"] is None or places["backward"] is None else "  (may follow from the output)"
+    lines.append(f"    first output gradient that differs, in backward order:  {_place(places['backward'])}{follows}")
     lines += [f"    suspect: {suspect}" for suspect in places["suspects"]]
     if places["forward"] is None and places["backward"] is None and not places["suspects"]:
         lines.append(
@@ -104,6 +126,12 @@ def _places(places: dict[str, Any] | None) -> list[str]:
         )
         lines.append("    completed (a norm inside a region needs head_norm), or at their update")
     return lines
+
+
+def _place(place: dict[str, Any] | None) -> str:
+    if place is None:
+        return "none"
+    return f"{place['module']} ({place['kind']}), off by {_number(place['difference'])} on rank {place['rank']}"
 
 
 def _number(value: Any) -> str:

@@ -83,9 +83,14 @@ class _Check:
         self.batches = make_batches(self.config, job.layout.dp, self.causal and not self.config.is_encoder_decoder)
 
     def model(self) -> Any:
-        return twin_model(self.config)
+        """The twin, with its experts as plain operations: their grouped product does not exist in fp64."""
+        model: Any = twin_model(self.config)
+        if getattr(model.config, "_experts_implementation", None):
+            model.set_experts_implementation("eager")
+        return model
 
     def plugin(self) -> HybridParallelPlugin:
+        """A plugin of the layout, with a policy object of its own."""
         policy = load_policy(self.job.layout.policy)
         return HybridParallelPlugin(
             tp_size=self.job.layout.tp, precision="fp32", max_norm=MAX_NORM, custom_policy=policy

@@ -48,7 +48,7 @@ class Job:
         model: class of the model.
         source: where the sizes of the model are from.
         parameters: entries of all parameters of the model itself, not of the twin.
-        expected_all_reduces: all-reduces of whole hidden states in a step of the twin, as `explain` counts them.
+        expected_all_reduces: all-reduces over tp in a step of the twin, as `explain` counts them.
         folder: where the twin's configuration lies and the result goes.
     """
 
@@ -99,9 +99,8 @@ def prepare(choice: Choice, layout: Layout, steps: int, folder: Path) -> Job:
     small = explain_config(twin, layout.tp, load_policy(layout.policy))
     twin.architectures = [kind.__name__]
     twin.save_pretrained(folder / TWIN)
-    job = Job(
-        layout, steps, kind.__name__, choice.source, real.tree.total, small.all_reduces, folder
-    )  # the tree counts whole parameters
+    expected = small.calls()["all_reduce"]
+    job = Job(layout, steps, kind.__name__, choice.source, real.tree.total, expected, folder)
     job.write()
     return job
 

@@ -43,9 +43,6 @@ class Place:
     difference: float
     rank: int
 
-    def __str__(self) -> str:
-        return f"{self.module} ({self.kind}), off by {self.difference:.1e} on rank {self.rank}"
-
 
 @dataclass(frozen=True)
 class Places:
@@ -101,7 +98,7 @@ def _tensor_of(output: Any) -> torch.Tensor | None:
     return output if isinstance(output, torch.Tensor) and output.is_floating_point() else None
 
 
-def find_places(model_fn: Callable[[], nn.Module], batch: Mapping[str, Any], plugin: Any) -> Places:
+def find_places(model_fn: Callable[[], Any], batch: Mapping[str, Any], plugin: Any) -> Places:
     """Run one forward and backward in one process and in parallel, and compare module by module; a collective call.
 
     Args:
@@ -111,8 +108,9 @@ def find_places(model_fn: Callable[[], nn.Module], batch: Mapping[str, Any], plu
     """
     one, exact = (_run_single(model_fn(), batch, dtype) for dtype in (torch.float32, torch.float64))
     booster, dp = Booster(plugin=plugin), plugin.mesh.axis("dp")
-    model = model_fn()
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    plain = model_fn()
+    model: Any
+    model, optimizer, *_ = booster.boost(plain, torch.optim.SGD(plain.parameters(), lr=0.0))
     many = _Records()
     many.watch(model.unwrap())
     booster.backward(model(**rows_of(dict(batch), dp.rank, dp.size)).loss, optimizer)
@@ -125,7 +123,7 @@ def find_places(model_fn: Callable[[], nn.Module], batch: Mapping[str, Any], plu
     )
 
 
-def _run_single(model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtype) -> _Records:
+def _run_single(model: Any, batch: Mapping[str, Any], dtype: torch.dtype) -> _Records:
     model = model.to(current_device(), dtype)
     records = _Records()
     records.watch(model)
@@ -180,8 +178,13 @@ def _comparable(whole: torch.Tensor, ours: torch.Tensor, module: nn.Module, dp: 
 
 def _ranges(layout: TensorLayout) -> list[tuple[int, int]]:
     """(start, stop) of the boxes along the dimension that is cut."""
-    dim = next((d for d in range(len(layout.shape)) if layout.local_shape[d] != layout.shape[d]), 0)
+    dim = _cut(layout)
     return [(box.logical[dim], box.logical[dim] + box.extent[dim]) for box in layout.boxes]
+
+
+def _cut(layout: TensorLayout) -> int:
+    """The dimension along which ranks hold different parts."""
+    return next((d for d in range(len(layout.shape)) if layout.local_shape[d] != layout.shape[d]), 0)
 
 
 def _first(differences: Sequence[tuple[Key, float]], modules: Mapping[str, nn.Module]) -> Place | None:
@@ -220,12 +223,11 @@ def disagreeing_cuts(model: nn.Module) -> list[str]:
 
 def _parts(module: Any) -> tuple[tuple[float, float], ...]:
     layout = layout_of(module.weight)
-    dim = next((d for d in range(len(layout.shape)) if layout.local_shape[d] != layout.shape[d]), 0)
-    return tuple((start / layout.shape[dim], stop / layout.shape[dim]) for start, stop in _ranges(layout))
+    whole = layout.shape[_cut(layout)]
+    return tuple((start / whole, stop / whole) for start, stop in _ranges(layout))
 
 
 def _in_words(module: Any) -> str:
     layout = layout_of(module.weight)
-    dim = next((d for d in range(len(layout.shape)) if layout.local_shape[d] != layout.shape[d]), 0)
     ranges = ", ".join(f"{start}–{stop - 1}" for start, stop in _ranges(layout))
-    return f"columns {ranges} of {layout.shape[dim]} on this rank"
+    return f"columns {ranges} of {layout.shape[_cut(layout)]} on rank {module.axis.rank} of {module.axis.name}"

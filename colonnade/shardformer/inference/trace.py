@@ -1,0 +1,283 @@
+"""What one forward tells about a model: which linear layers read what, and how their outputs are cut into heads.
+
+[Note: reading the graph]
+The model runs once on the meta device, without weights or arithmetic. Every linear layer's output and every block's
+input passes a node of ours, so the graph that autograd keeps can be read back: from the input of a layer to the nearest
+layers whose outputs it is made of, with the parameters met on the way; and from the output of a layer forward to the
+first operation that gives it another shape, which is where a model splits fused parts and views heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Function
+
+from colonnade.shardformer.layer.fused_linear import is_conv1d
+
+INPUT, CONTEXT = "<input>", "<context>"
+Node = Any  # torch.autograd.graph.Node
+
+
+@dataclass(frozen=True)
+class LinearFacts:
+    """One linear layer.
+
+    Args:
+        path: its name in the model.
+        reads: the nearest linear layers before it, by name; INPUT or CONTEXT where it sees what entered the block.
+        parameters: names of the parameters between those and it.
+        pieces: sizes of the parts into which its output is split at once, one where it is not.
+        heads: for each part the number of equal blocks it is viewed as, 0 where it is not.
+    """
+
+    path: str
+    reads: frozenset[str]
+    parameters: frozenset[str]
+    pieces: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
+
+
+@dataclass
+class BlockFacts:
+    """One repeated block: its linear layers in the order of their calls, and those that reach its output directly."""
+
+    path: str
+    linears: dict[str, LinearFacts] = field(default_factory=dict)
+    leaves_by: frozenset[str] = frozenset()
+
+
+class _Mark(Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class Tracer:
+    """Runs a model once and reads its graph. The model is left as it was.
+
+    Args:
+        model: on any device; every parameter must require gradients.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.parameters = {p: name for name, p in model.named_parameters()}
+        self.block_paths = find_blocks(model)
+        self.marks: dict[Node, str] = {}
+        self.inputs: dict[str, Node] = {}
+        self.outputs: dict[str, Node] = {}
+        self.order: list[str] = []
+
+    def run(self, inputs: dict[str, Any]) -> dict[str, BlockFacts]:
+        """Block path → its facts.
+
+        Raises:
+            whatever the model raises for these inputs.
+        """
+        with self._watching():
+            output = self.model(**inputs)
+        roots = [t.grad_fn for t in _tensors(output) if t.grad_fn is not None]
+        consumers = _consumers(roots)
+        marked = {name: node for node, name in self.marks.items()}
+        blocks = {path: BlockFacts(path) for path in self.block_paths if path in self.outputs}
+        for path in self.order:
+            home = next((b for b in blocks if path.startswith(b + ".")), None)
+            if home is None or path not in marked:  # a linear layer that returns something else than a tensor
+                continue
+            reads, parameters = self._before(self.inputs[path])
+            pieces, heads = _shapes_after(marked[path], consumers)
+            blocks[home].linears[path] = LinearFacts(path, reads, parameters, pieces, heads)
+        for block in blocks.values():
+            block.leaves_by = self._before(self.outputs[block.path])[0]
+        return blocks
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        handles = []
+        for path, module in self.model.named_modules():
+            if is_linear(module):
+                handles.append(module.register_forward_pre_hook(self._note_input(path)))
+                handles.append(module.register_forward_hook(self._mark_output(path)))
+            if path in self.block_paths:
+                handles.append(module.register_forward_pre_hook(self._mark_block_input(path), with_kwargs=True))
+                handles.append(module.register_forward_hook(self._note_block_output(path)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _mark(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        if not x.requires_grad:
+            return x
+        marked = _Mark.apply(x)
+        self.marks[marked.grad_fn] = name
+        return marked
+
+    def _note_input(self, path: str) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            if path not in self.inputs:
+                self.inputs[path] = args[0].grad_fn
+                self.order.append(path)
+
+        return hook
+
+    def _mark_output(self, path: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            return self._mark(output, path) if isinstance(output, torch.Tensor) else None
+
+        return hook
+
+    def _mark_block_input(self, path: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            def mark(value: Any, name: str) -> Any:
+                floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+                return self._mark(value, name) if floating else value
+
+            first_given = bool(args) and isinstance(args[0], torch.Tensor)
+            args = tuple(mark(a, INPUT if i == 0 else CONTEXT) for i, a in enumerate(args))
+            stream = "hidden_states" if not first_given else None
+            return args, {k: mark(v, INPUT if k == stream else CONTEXT) for k, v in kwargs.items()}
+
+        return hook
+
+    def _note_block_output(self, path: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, (tuple, list)) else output
+            if path not in self.outputs:
+                self.outputs[path] = first.grad_fn
+
+        return hook
+
+    def _before(self, start: Node) -> tuple[frozenset[str], frozenset[str]]:
+        """Nearest marks before a node, and the parameters between."""
+        seen: set[Node] = set()
+        marks: set[str] = set()
+        parameters: set[str] = set()
+        queue = [start]
+        while queue:
+            node = queue.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node in self.marks:
+                marks.add(self.marks[node])
+            elif hasattr(node, "variable"):
+                parameters.add(self.parameters.get(node.variable, ""))
+            else:
+                queue += [before for before, _ in node.next_functions]
+        return frozenset(marks), frozenset(parameters - {""})
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module multiplies by one weight matrix: `nn.Linear` or transformers' Conv1D."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def find_blocks(model: nn.Module) -> list[str]:
+    """Paths of the repeated blocks: members of the outermost lists of modules of one kind that hold linear layers."""
+    found: list[str] = []
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or any(path.startswith(block + ".") for block in found):
+            continue
+        kinds = {type(child) for child in module}
+        if len(kinds) == 1 and all(any(is_linear(m) for m in child.modules()) for child in module):
+            found += [f"{path}.{name}" for name, _ in module.named_children()]
+    return found
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _consumers(roots: list[Node]) -> dict[Node, dict[int, list[Node]]]:
+    """Node → output number → nodes that read it."""
+    readers: dict[Node, dict[int, list[Node]]] = {}
+    seen: set[Node] = set()
+    queue = list(roots)
+    while queue:
+        node = queue.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for before, number in node.next_functions:
+            if before is not None:
+                readers.setdefault(before, {}).setdefault(number, []).append(node)
+                queue.append(before)
+    return readers
+
+
+def _shape(node: Node, number: int = 0) -> tuple[int, ...]:
+    metadata = node._input_metadata  # what a node's gradient looks like is what its output looked like
+    return tuple(metadata[number].shape) if number < len(metadata) else ()
+
+
+def _shapes_after(mark: Node, consumers: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """How a layer's output is split, and how many heads each part is viewed as."""
+    whole = _shape(mark)
+    parts: list[tuple[int, int, int]] = []  # start, size, heads
+    for node in _through_elementwise(mark, 0, consumers):
+        kind, shape = type(node).__name__, _shape(node)
+        if kind.startswith(("Split", "Unbind", "Chunk")) and all(
+            len(m.shape) == len(whole) for m in node._input_metadata
+        ):
+            sizes = [m.shape[-1] for m in node._input_metadata]
+            if sum(sizes) == whole[-1]:
+                starts = [sum(sizes[:i]) for i in range(len(sizes))]
+                return tuple(sizes), tuple(_heads(node, i, consumers) for i, _ in enumerate(starts))
+        if kind.startswith(("Slice", "Narrow")) and len(shape) == len(whole) and shape[:-1] == whole[:-1]:
+            start = getattr(node, "_saved_start", 0) if kind.startswith("Slice") else node._saved_start
+            parts.append((start, shape[-1], _heads(node, 0, consumers)))
+    parts.sort()
+    if parts and sum(size for _, size, _ in parts) == whole[-1]:
+        return tuple(size for _, size, _ in parts), tuple(heads for *_, heads in parts)
+    return (whole[-1],), (_heads(mark, 0, consumers),)
+
+
+def _through_elementwise(node: Node, number: int, consumers: Any) -> Iterator[Node]:
+    """Readers of an output that give it another shape, looking through those that do not."""
+    shape, queue, seen = _shape(node, number), [(node, number)], set()
+    while queue:
+        at, n = queue.pop(0)
+        for reader in consumers.get(at, {}).get(n, []):
+            if reader in seen:
+                continue
+            seen.add(reader)
+            if _shape(reader) == shape and len(seen) < 12:
+                queue.append((reader, 0))
+            else:
+                yield reader
+
+
+def _heads(node: Node, number: int, consumers: Any) -> int:
+    """Number of equal blocks as which the last dimension of an output is viewed next; 0 where it is not."""
+    shape = _shape(node, number)
+    rows = math.prod(shape[:-1])
+    for reader in _through_elementwise(node, number, consumers):
+        viewed = _shape(reader)
+        if math.prod(viewed) != math.prod(shape) or len(viewed) <= len(shape):
+            continue
+        leading = 0
+        while leading < len(viewed) and math.prod(viewed[:leading]) != rows:
+            leading += 1
+        if leading + 1 < len(viewed):
+            return viewed[leading]
+    return 0

@@ -1,0 +1,319 @@
+"""`colonnade explain` says what the sharder does: held against really sharded models and the ledger."""
+
+from __future__ import annotations
+
+import json
+import time
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoConfig, LlamaConfig
+
+import colonnade
+from colonnade.booster import Booster
+from colonnade.booster.plugin import HybridParallelPlugin
+from colonnade.cli.main import main
+from colonnade.errors import ConfigError, PolicyError
+from colonnade.shardformer import (
+    ModulePolicyDescription,
+    Policy,
+    SubModuleReplacementDescription,
+    col,
+    method,
+    replicate,
+    row,
+)
+from colonnade.shardformer.policies.llama import HEADS, LlamaPolicy
+from colonnade.testing.ranks import run_on_ranks
+from colonnade.tools.explain.choice import find_config, load_policy
+from colonnade.tools.explain.explanation import explain_config
+from colonnade.tools.explain.text import plain_text, rich_tree
+from colonnade.tools.explain.tree import Node, Traffic, fold
+from colonnade.tools.twin import shrink, twin_model
+
+WRONG = Path(__file__).with_name("wrong_policies.py")
+LLAMA_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+
+
+def small(model_type, **fields):
+    return shrink(AutoConfig.for_model(model_type, **fields))
+
+
+def nodes(explanation):
+    """Path of each node → the node; folded ones under the name of the line."""
+    found = {}
+
+    def add(node, path):
+        found[path] = node
+        for child in node.children:
+            add(child, f"{path}.{child.name}".lstrip("."))
+
+    add(explanation.tree, "")
+    return found
+
+
+def test_each_module_of_a_llama_is_told_with_its_reason():
+    found = nodes(explain_config(LlamaConfig(**LLAMA_8B), 2))
+    block = "model.layers.0–31"
+    q, k = found[f"{block}.self_attn.q_proj"], found[f"{block}.self_attn.k_proj"]
+    assert (q.kind, q.rule) == ("column", "LlamaAttention")
+    assert "2,048 of 4,096 columns (4 of 8 num_key_value_heads)" in q.why
+    assert "entered once, for q_proj, k_proj and v_proj" in q.why
+    assert q.traffic == (Traffic("all_reduce", "backward", per_token=4096),)
+    assert "enters with q_proj" in k.why and not k.traffic
+    assert (k.parameters, k.local_parameters) == (1024 * 4096, 512 * 4096)
+    o = found[f"{block}.self_attn.o_proj"]
+    assert o.kind == "row" and o.traffic == (Traffic("all_reduce", "forward", per_token=4096),)
+    assert found[f"{block}.input_layernorm"].kind == "norm"
+    assert found["model.embed_tokens"].kind == "vocabulary-parallel"
+    assert "64,128 of 128,256 rows" in found["model.embed_tokens"].why
+    head = found["lm_head"]
+    assert head.kind == "vocabulary-parallel head" and "3 numbers a token" in head.why
+    assert found[block].count == 32 and found[block].native == "LlamaDecoderLayer"
+
+
+def test_eight_billion_parameters_take_no_memory_and_little_time():
+    start = time.perf_counter()
+    explanation = explain_config(LlamaConfig(**LLAMA_8B), 8)
+    assert time.perf_counter() - start < 5
+    assert explanation.tree.total == 8_030_261_248
+    assert explanation.formula == "4·32 + 2 = 130"
+    assert explanation.all_reduces == 130 and explanation.hidden == 4096
+    norms = 65 * 4096
+    assert explanation.tree.local_total == (8_030_261_248 - norms) // 8 + norms
+
+
+def test_tied_weights_are_counted_once_and_said():
+    found = nodes(explain_config(small("gpt2"), 2))
+    assert "shares the weight of transformer.wte" in found["lm_head"].why
+    assert found["lm_head"].parameters == 0
+    assert found["transformer.wte"].local_parameters == 34 * 64  # of 67 rows, rank 0 holds one more
+
+
+def test_fused_parts_and_shrunk_attributes_are_told():
+    found = nodes(explain_config(small("gpt2"), 2))
+    fused = found["transformer.h.0–1.attn.c_attn"]
+    assert fused.kind == "column, fused" and "3 fused parts each by itself" in fused.why
+    attention = found["transformer.h.0–1.attn"]
+    assert attention.kind == "attributes" and "split_size 64 → 32" in attention.why
+    assert "the bias is added once, after the sum" in found["transformer.h.0–1.mlp.c_proj"].why
+
+
+def test_what_no_rule_is_about_is_replicated():
+    found = nodes(explain_config(small("gpt2"), 2))
+    wpe = found["transformer.wpe"]
+    assert (wpe.kind, wpe.rule) == ("replicated", None)
+    assert "no rule" in wpe.why and wpe.parameters == wpe.local_parameters
+
+
+def test_norms_inside_the_heads_sum_their_gradient():
+    explanation = explain_config(small("qwen3"), 2)
+    norm = nodes(explanation)["model.layers.0–1.self_attn.q_norm"]
+    assert norm.kind == "head norm" and norm.traffic == (Traffic("all_reduce", "backward", fixed=16),)
+    assert explanation.formula == "4·2 + 2 = 10"
+    assert explanation.other_traffic[norm.traffic[0]] == 4
+    assert explanation.calls()["all_reduce"] == 14
+
+
+def test_one_rank_splits_nothing_and_says_so():
+    explanation = explain_config(small("bloom"), 1)  # no policy is needed either
+    assert explanation.tree.total == explanation.tree.local_total
+    assert not explanation.calls() and explanation.policy_source == "nothing to do"
+    assert "none over tp" in plain_text(explanation, "")
+
+
+class Everything(LlamaPolicy):
+    """Uses the words that the families do not."""
+
+    def module_policy(self):
+        mlp = col("gate_proj", gather=True) + method("extra_repr", lambda self: "", because="nothing")
+        attention = col("q_proj", "k_proj", "v_proj", units=HEADS) + row("o_proj", units=HEADS)
+        return {"LlamaAttention": attention, "LlamaMLP": mlp + replicate("act_fn"), "LlamaModel": replicate("norm")}
+
+
+def test_a_policy_of_ones_own_is_told_as_such():
+    explanation = explain_config(small("llama"), 2, Everything())
+    found = nodes(explanation)
+    assert explanation.policy == "Everything" and "given by you" in explanation.policy_source
+    gate = found["model.layers.0–1.mlp.gate_proj"]
+    assert "collected on every rank" in gate.why
+    assert [t.operation for t in gate.traffic] == ["all_reduce", "all_gather"]
+    assert found["model.norm"].why == "the policy leaves it whole on every rank"
+    assert "method extra_repr is replaced" in found["model.layers.0–1.mlp"].why
+    assert found["model.layers.0–1.mlp.up_proj"].kind == "replicated"
+
+
+class Halved(torch.nn.Linear):
+    """A layer that nobody here knows.
+
+    Traffic: none at all.
+    """
+
+    @classmethod
+    def from_native_module(cls, module, process_group=None):
+        module.__class__ = cls
+        return module
+
+
+class Unknown(Policy):
+    def module_policy(self):
+        rule = SubModuleReplacementDescription("down_proj", Halved)
+        return {"LlamaMLP": ModulePolicyDescription(sub_module_replacement=[rule])}
+
+
+def test_a_layer_that_is_not_known_speaks_for_itself():
+    node = nodes(explain_config(small("llama"), 2, Unknown()))["model.layers.0–1.mlp.down_proj"]
+    assert node.kind == "Halved"
+    assert node.why == "A layer that nobody here knows. Traffic: none at all."
+
+
+def test_layers_that_differ_are_not_folded():
+    layers = [Node(str(i), "Layer", kind="row" if i == 2 else "column") for i in range(6)]
+    folded = fold([*layers, Node("norm", "Norm")])
+    assert [(n.name, n.count) for n in folded] == [("0–1", 2), ("2", 1), ("3–5", 3), ("norm", 1)]
+
+
+def counted(model_type):
+    """What a step really communicates over tp, and the parameters that rank 0 really holds."""
+    config = small(model_type)
+    model = twin_model(config)
+    booster = Booster(plugin=HybridParallelPlugin(tp_size=2, precision="fp32"))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ids = torch.randint(3, 60, (3, 10), generator=torch.Generator().manual_seed(0))
+    with colonnade.ledger() as book:
+        booster.backward(model(input_ids=ids, labels=ids).loss, optimizer)
+    held = sum(p.numel() for p in model.parameters())
+    return {op: (n, book.elements[op, axis]) for (op, axis), n in book.calls.items() if axis == "tp"}, held
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gpt2", "opt"])
+def test_calls_elements_and_parameters_are_those_of_a_real_step(model_type):
+    explanation = explain_config(small(model_type), 2)
+    (real, held), _ = run_on_ranks(2, counted, model_type)
+    told = {}
+    for traffic, times in explanation.tree.messages():
+        calls, elements = told.get(traffic.operation, (0, 0))
+        size = traffic.per_token * 3 * 10 + traffic.fixed
+        told[traffic.operation] = (calls + times, elements + times * size)
+    assert told == real
+    assert explanation.tree.local_total == held
+
+
+def test_sizes_that_do_not_divide_are_refused_with_the_sharders_words():
+    with pytest.raises(ConfigError, match=r"tp_size=3 does not fit LlamaForCausalLM"):
+        explain_config(LlamaConfig(**LLAMA_8B), 3)
+
+
+@pytest.mark.parametrize("form", ["folder", "file"])
+def test_a_model_is_a_folder_or_a_config_file(tmp_path, form, capsys):
+    LlamaConfig(**LLAMA_8B).save_pretrained(tmp_path)
+    assert main(["explain", str(tmp_path if form == "folder" else tmp_path / "config.json"), "--tp", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "4·32 + 2 = 130 all-reduces of b·s·h, h = 4096" in out
+    assert "policy LlamaPolicy: the family's own, colonnade/shardformer/policies/llama.py" in out
+    assert "layers.0–31  LlamaDecoderLayer" in out
+    assert "7.5 GiB weights in fp32, 29.9 GiB with gradients and Adam's state" in out
+
+
+def test_json_holds_the_tree_and_the_totals(capsys):
+    assert main(["explain", "gpt2", "--tp", "2", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["policy"]["name"] == "GPT2Policy" and told["tp"] == 2
+    assert told["totals"]["all_reduce_formula"] == "4·2 + 2 = 10"
+    assert told["totals"]["local_adam_bytes"] == 4 * told["totals"]["local_fp32_bytes"]
+    blocks = told["tree"]["children"][0]["children"]
+    assert [b["count"] for b in blocks if b["name"] == "h.0–1"] == [2]
+
+
+def test_a_terminal_gets_a_tree_with_the_same_content():
+    explanation = explain_config(small("llama"), 2)
+    console = Console(file=StringIO(), force_terminal=True, width=300)
+    console.print(rich_tree(explanation, "sizes"))
+    drawn = console.file.getvalue()
+    assert "q_proj" in drawn and "\x1b[" in drawn and "4·2 + 2 = 10" in drawn
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["lama"], "there is no model 'lama'"),
+        (["vit"], "no language model for ViTConfig"),
+        (["llama", "--tp", "0"], "at least 1 process"),
+        (["llama", "--policy", "x"], "another form than module:Class"),
+        (["llama", "--policy", "no_such_module:X"], "cannot be imported"),
+        (["llama", "--policy", f"{WRONG}:Nothing"], "there is no policy 'Nothing'"),
+        (["llama", "--policy", f"{WRONG}:Misspelled"], 'LlamaAttention has no "q_prj"'),
+        (["gpt2", "--policy", f"{WRONG}:RightLlama"], "the model's type is 'gpt2'"),
+    ],
+)
+def test_mistakes_are_explained(capsys, arguments, said):
+    assert main(["explain", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def no_policy(*args, **kwargs):
+    raise PolicyError("no policy could be inferred for it.")
+
+
+def test_a_model_without_a_policy_is_explained(monkeypatch, capsys):
+    monkeypatch.setattr("colonnade.shardformer.shard.shardformer.infer_policy", no_policy)
+    assert main(["explain", "ctrl"]) == 2
+    assert "colonnade explain: no policy could be inferred for it." in capsys.readouterr().err
+
+
+def test_an_inferred_policy_is_told_as_such_and_folded():
+    explanation = explain_config(small("gptj"), 2)
+    found = nodes(explanation)
+    assert "inferred" in explanation.policy_source and "colonnade verify" in explanation.policy_source
+    k = found["transformer.h.0–1.attn.k_proj"]
+    assert (k.kind, k.rule) == ("column", "transformer.h.*.attn")
+    assert "entered once, for k_proj, v_proj and q_proj" in k.why
+    assert explanation.blocks == 2
+
+
+def test_parameters_inside_a_region_are_told():
+    """An inferred policy changes them in place: no layer is replaced."""
+    explanation = explain_config(small("gemma3_text"), 2)
+    norm = next(n for n, _ in explanation.tree.walk() if n.name == "q_norm")
+    assert norm.kind in ("replicated", "head norm") and "inside the region: whole on every rank" in norm.why
+    assert norm.traffic == (Traffic("all_reduce", "backward", fixed=16),)
+
+
+def test_a_folder_without_a_model_and_a_broken_file_are_explained(tmp_path, capsys):
+    assert main(["explain", str(tmp_path)]) == 2
+    assert "holds no config.json" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text("{")
+    assert main(["explain", str(tmp_path)]) == 2
+    assert "cannot read the configuration" in capsys.readouterr().err
+
+
+def test_a_policy_is_found_by_module_and_by_file(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(WRONG.parent))
+    assert type(load_policy("wrong_policies:RightLlama")).__name__ == "RightLlama"
+    assert type(load_policy(f"{WRONG}:RightLlama")).__name__ == "RightLlama"
+    assert load_policy(None) is None
+    with pytest.raises(PolicyError, match="RightLlama, KeysCutOtherwise"):
+        load_policy(f"{WRONG}:BiasOnEachRank")
+
+
+def test_the_source_of_the_sizes_is_told(tmp_path):
+    assert "only the type 'llama' was given" in find_config("llama").source
+    LlamaConfig(**LLAMA_8B).save_pretrained(tmp_path)
+    assert find_config(str(tmp_path)).source == f"sizes of {tmp_path}"
+    assert find_config(str(tmp_path)).config.hidden_size == 4096
+
+
+def test_help_has_examples(capsys):
+    with pytest.raises(SystemExit):
+        main(["explain", "--help"])
+    assert "colonnade explain llama --tp 2" in capsys.readouterr().out
