@@ -17,6 +17,7 @@ from colonnade.booster import Booster
 from colonnade.booster.plugin import HybridParallelPlugin
 from colonnade.cli.main import main
 from colonnade.errors import ConfigError, PolicyError
+from colonnade.model.twin import shrink, twin_model
 from colonnade.shardformer import (
     ModulePolicyDescription,
     Policy,
@@ -32,7 +33,6 @@ from colonnade.tools.explain.choice import find_config, load_policy
 from colonnade.tools.explain.explanation import explain_config
 from colonnade.tools.explain.text import plain_text, rich_tree
 from colonnade.tools.explain.tree import Node, Traffic, fold
-from colonnade.tools.twin import shrink, twin_model
 
 WRONG = Path(__file__).with_name("wrong_policies.py")
 LLAMA_8B = {

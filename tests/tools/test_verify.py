@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConf
 
 from colonnade.cli.main import main
 from colonnade.errors import PolicyError
+from colonnade.model.twin import VOCAB, shrink
 from colonnade.testing.ranks import run_on_ranks
 from colonnade.tools.explain.choice import find_config
-from colonnade.tools.twin import VOCAB, shrink
 from colonnade.tools.verify.batches import TOKENS, make_batches
 from colonnade.tools.verify.certificate import certificate_text, make_certificate, write_certificate
 from colonnade.tools.verify.check import run_job

@@ -71,7 +71,10 @@ def shard_parameter(param: nn.Parameter, dim: int, ranges: Sequence[tuple[int, i
     layout = TensorLayout.split(param.shape, dim, ranges, axis.name)
     grad = param.grad
     param.grad = None
-    param.data = layout.extract(param.data)
+    shard = layout.extract(param.data)
+    # a graph that is still alive knows the parameter's old shape; torch forgets that only when the dtype changes
+    param.data = shard.new_empty(0, dtype=torch.float64 if shard.dtype != torch.float64 else torch.float32)
+    param.data = shard
     if grad is not None:
         param.grad = layout.extract(grad)
     set_layout(param, layout)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colonnade.errors import ConfigError, PolicyError, explain
+from colonnade.model.twin import model_class, shrink
 from colonnade.shardformer import Policy
-from colonnade.tools.twin import model_class, shrink
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -12,6 +12,7 @@ from torch import nn
 
 from colonnade.cluster.mesh import Axis
 from colonnade.model.layout import layout_of
+from colonnade.model.twin import build
 from colonnade.shardformer import LocalShare, Policy, ShardConfig, ShardFormer
 from colonnade.shardformer.description import LocalConfig
 from colonnade.shardformer.inference.policy import InferredPolicy
@@ -19,7 +20,6 @@ from colonnade.shardformer.policy import WholePolicy
 from colonnade.shardformer.shard.plan import Match, match, rule_name
 from colonnade.tools.explain.decision import Decision, Regions, decide
 from colonnade.tools.explain.tree import Node, Traffic, fold, without_lists
-from colonnade.tools.twin import build
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

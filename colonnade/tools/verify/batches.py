@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from colonnade.tools.twin import WINDOW
+from colonnade.model.twin import WINDOW
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -19,12 +19,12 @@ from colonnade.cluster.mesh import Axis
 from colonnade.comm.collectives import all_gather_object
 from colonnade.comm.ledger import ledger
 from colonnade.errors import CheckpointError
+from colonnade.model.twin import twin_model
 from colonnade.testing.logical import largest
 from colonnade.testing.parity import Tolerance, Training, compare_with_single, rows_of, well_conditioned_adamw
 from colonnade.testing.parity_report import ParityReport
 from colonnade.tools.explain.choice import load_policy
 from colonnade.tools.train.source import quiet_transformers
-from colonnade.tools.twin import twin_model
 from colonnade.tools.verify.batches import make_batches
 from colonnade.tools.verify.job import RESULT, SAVED, Job
 from colonnade.tools.verify.places import Places, find_places

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colonnade.errors import ConfigError, UsageError, explain
+from colonnade.model.twin import model_class, shrink
 from colonnade.tools.explain.choice import Choice, load_policy
 from colonnade.tools.explain.explanation import explain_config
-from colonnade.tools.twin import model_class, shrink
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from colonnade.tools.twin import MAX_LAYERS, VOCAB, WINDOW, build, model_class, shrink, twin_model
+from colonnade.model.twin import MAX_LAYERS, VOCAB, WINDOW, build, model_class, shrink, twin_model
 
 FAMILIES = """
 llama mistral qwen2 qwen3 gpt2 opt gemma gemma2 gemma3_text phi phi3 starcoder2 granite olmo olmo2 olmo3 smollm3 gpt_neox
