@@ -17,7 +17,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: help setup demo test check format test-real bench proof clean
+.PHONY: help setup demo test check format test-real bench proof models clean
 
 help:
 	@echo "make demo       train a small model on four processes, then generate with it through plain transformers"
@@ -26,6 +26,7 @@ help:
 	@echo "make test-real  the tests with real weights (many minutes)"
 	@echo "make bench      measure tensor parallelism on this machine"
 	@echo "make proof      compute the tables of proved models in README.md and docs/proof.md anew"
+	@echo "make models     compute docs/models.md anew: every language model of transformers, split over two processes (minutes)"
 	@echo "make clean      remove the environment and what the demo wrote"
 
 setup: $(READY)
@@ -34,7 +35,7 @@ $(READY): requirements-test.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "make: Python 3.11 or newer is needed; name one with PYTHON=/path/to/python"; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || \
 	  { echo "make: $(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
-	$(BIN)/python -m pip install --quiet -r requirements-test.txt -e .
+	$(BIN)/python -m pip install --quiet --config-settings editable_mode=compat -r requirements-test.txt -e .
 	@touch $@
 
 demo: $(READY)
@@ -62,6 +63,9 @@ bench: $(READY)
 
 proof: $(READY)
 	$(BIN)/python scripts/proved_models.py $(ARGS)
+
+models: $(READY)
+	$(BIN)/python scripts/model_table.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(DEMO_OUTPUT) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -112,6 +112,13 @@ def within_the_house() -> list[Import]:
     return [i for i in imports() if i.target.split(".")[0] == "colonnade" and room(i.importer) != TOP]
 
 
+def _look_up(parts: list[str]) -> object:
+    found: object = importlib.import_module(parts[0])
+    for part in parts[1:]:
+        found = getattr(found, part, None)
+    return found
+
+
 def _is_private_torch_module(name: str) -> bool:
     """Whether a dotted name lies in a private module of torch; a private function such as torch._foreach_mul_ does not."""
     parts = name.split(".")
@@ -123,7 +130,7 @@ def _is_private_torch_module(name: str) -> bool:
             try:
                 importlib.import_module(prefix)
             except ImportError:
-                return isinstance(getattr(importlib.import_module(".".join(parts[:i])), part, None), types.ModuleType)
+                return isinstance(_look_up(parts[: i + 1]), types.ModuleType)
             return True
     return False
 

@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -180,6 +181,12 @@ def _nodes(args: argparse.Namespace) -> Nodes:
         )
     if not 0 <= args.node_rank < args.nnodes:
         raise UsageError(f"--node-rank {args.node_rank}: with --nnodes {args.nnodes} it is 0 to {args.nnodes - 1}.")
+    try:
+        socket.getaddrinfo(args.master_addr, args.master_port)
+    except OSError as error:
+        raise UsageError(
+            f"--master-addr {args.master_addr}: this machine does not know it ({error.strerror})."
+        ) from error
     return Nodes(args.nnodes, args.node_rank, args.master_addr, args.master_port)
 
 

@@ -138,6 +138,11 @@ def plan_sizes(world_size: int, *, dp: int | None, pp: int, sp: int, tp: int) ->
                 f"{world_size} rank{'s' * (world_size != 1)} cannot be laid out as {asked}.",
                 [
                     ("needs", f"a world size that is a multiple of {model}" if dp is None else f"{dp * model} ranks"),
+                    *(
+                        []
+                        if dist.is_initialized()
+                        else [("found", "no process group: call colonnade.launch_from_torch() first")]
+                    ),
                     ("try", _suggest_sizes(world_size, model, dp, tp, pp * sp)),
                 ],
             )

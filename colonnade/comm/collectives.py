@@ -29,7 +29,9 @@ def naming(operation: str, axis: Axis) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, dist.DistError) as error:
-        raise CommunicationError(f"{operation} over {axis} did not complete: {error}") from error
+        raise CommunicationError(
+            f"{operation} over {axis} did not complete; a peer is gone, or not every rank made this call: {error}"
+        ) from error
 
 
 def all_reduce(tensor: torch.Tensor, axis: Axis, op: Any = ReduceOp.SUM) -> torch.Tensor:

@@ -9,12 +9,17 @@ the order in which they fill, so that collectives always meet their counterparts
 A parameter may have got a gradient on one rank and none on another. After the backward the ranks tell each other in one
 small exchange whether anything was missing; only then do they compare parameter by parameter. A parameter that no rank
 used keeps no gradient at all, so that the optimizer passes over it, as in one process.
+
+[Note: when a backward ends]
+`booster.backward` calls `backward` here, which knows. A plain `loss.backward()` is reduced as well: the first gradient that
+becomes ready asks the engine to call `finish` when it is done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,6 +80,7 @@ class GradientReducer:
         self._home: dict[nn.Parameter, _Bucket] = {}
         self._next = 0
         self._paused = False
+        self._will_finish = False
         self._take_in()
 
     def _take_in(self) -> None:
@@ -95,9 +101,22 @@ class GradientReducer:
         finally:
             self._paused = before
 
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Backward pass of a loss, and the reduction of its gradients unless paused."""
+        self._will_finish = True
+        try:
+            loss.backward(**kwargs)
+        finally:
+            self._will_finish = False
+        self.finish()
+
     def _ready(self, param: nn.Parameter) -> None:
         if self._paused:
             return
+        if not self._will_finish:
+            self._will_finish = True
+            # no public name for it; what DistributedDataParallel uses for the same purpose
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # type: ignore[attr-defined]
         self._home[param].waiting.discard(param)
         while self._next < len(self.buckets) and not self.buckets[self._next].waiting:
             self._launch(self.buckets[self._next])
@@ -108,7 +127,8 @@ class GradientReducer:
         self._next += 1
 
     def finish(self) -> None:
-        """Reduce what has not been, and wait for all of it. Call after each backward that is not paused."""
+        """Reduce what has not been, and wait for all of it: the end of each backward that is not paused."""
+        self._will_finish = False
         if self._paused or not self._parameters:
             return
         self._take_in()

@@ -9,7 +9,12 @@ from torch import nn
 
 from colonnade.cluster.mesh import ParallelMesh
 from colonnade.comm.collectives import all_gather
+from colonnade.errors import UsageError, explain
 from colonnade.model.layout import layout_of
+
+REPLICA_TOLERANCE = (
+    2e-3  # of the squared norm; replicas are bit-equal on the CPU, and nearly so where kernels use atomics
+)
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], mesh: ParallelMesh) -> torch.Tensor:
@@ -18,7 +23,10 @@ def gradient_norm(parameters: Iterable[nn.Parameter], mesh: ParallelMesh) -> tor
     A parameter that several ranks hold whole counts once; the pieces of a split one count together. Parameters without
     a gradient count as zero.
 
-    Traffic: one all-gather of one number over each axis that splits parameters.
+    Traffic: one all-gather of two numbers over each axis that splits parameters.
+
+    Raises:
+        UsageError: on every rank, where ranks that hold the same parameters hold different gradients for them.
     """
     parameters = list(parameters)
     if not parameters:
@@ -29,12 +37,32 @@ def gradient_norm(parameters: Iterable[nn.Parameter], mesh: ParallelMesh) -> tor
         grads = by_axes.setdefault(layout_of(param).sharded_axes, [])
         if param.grad is not None:
             grads.append(param.grad)
+    whole = _norm(by_axes.pop((), []), total.device) ** 2
+    total += whole
     for axes, grads in sorted(by_axes.items()):
         square = _norm(grads, total.device) ** 2
         for name in axes:
-            square = torch.stack(all_gather(square, mesh.axis(name))).sum(0)
+            squares, wholes = torch.stack(all_gather(torch.stack([square, whole]), mesh.axis(name))).unbind(1)
+            _check_replicas(wholes, name)
+            square = squares.sum(0)
         total += square
     return total.sqrt()
+
+
+def _check_replicas(squares: torch.Tensor, axis: str) -> None:
+    """What every rank holds whole must have the same gradient on each; the exchange for the norm shows it for nothing."""
+    least, most = squares.min(), squares.max()
+    if most - least > REPLICA_TOLERANCE * most:
+        raise UsageError(
+            explain(
+                f"the ranks of {axis} hold different gradients for the same parameters: their norms are "
+                + ", ".join(f"{float(s) ** 0.5:.6g}" for s in squares),
+                [
+                    ("rule", "gradients may not be scaled on one rank by what that rank alone holds"),
+                    ("try", "the plugin's max_norm instead of torch.nn.utils.clip_grad_norm_"),
+                ],
+            )
+        )
 
 
 def _norm(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:

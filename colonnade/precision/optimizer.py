@@ -68,9 +68,10 @@ class ParallelOptimizer(Optimizer):
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backward pass, and the reduction of its gradients unless inside `no_sync`."""
-        loss.backward(**kwargs)
-        if self.reducer is not None:
-            self.reducer.finish()
+        if self.reducer is None:
+            loss.backward(**kwargs)
+        else:
+            self.reducer.backward(loss, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

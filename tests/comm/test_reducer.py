@@ -75,8 +75,7 @@ def assert_gradients(model, wanted, close=None):
 
 
 def step(model, reducer, x, use=LAYERS):
-    model(x, use).backward()
-    reducer.finish()
+    reducer.backward(model(x, use))
 
 
 @pytest.mark.parametrize("bucket_bytes", BUCKETS)

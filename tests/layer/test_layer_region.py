@@ -13,6 +13,7 @@ from colonnade.cluster.mesh import Axis
 from colonnade.comm.collectives import all_gather_object
 from colonnade.comm.ledger import ledger
 from colonnade.shardformer.layer import Linear1D_Col, Linear1D_Row, Region
+from colonnade.shardformer.layer import region as region_module
 from colonnade.testing.ranks import on_ranks
 
 
@@ -183,3 +184,18 @@ def test_a_region_without_dropout_draws_nothing():
     state = torch.get_rng_state()
     block(noise(4, 6).requires_grad_()).sum().backward()
     assert torch.get_rng_state().equal(state)
+
+
+def test_weight_gradients_are_made_while_the_input_gradient_travels(monkeypatch):
+    events = []
+    two = Axis("tp", 2, 0, (0, 1), None)
+    monkeypatch.setattr(region_module, "all_reduce_async", lambda grad, axis: events.append("start"))
+    monkeypatch.setattr(region_module, "wait", lambda work, axis: events.append("wait"))
+    original = region_module.Tap.gradient
+    monkeypatch.setattr(region_module.Tap, "gradient", lambda tap: events.append("weight") or original(tap))
+    block, x = split(with_noise(Block()), two), noise(4, 6).requires_grad_()
+    before = x * 2  # what comes before the region must find the finished sum
+    before.register_hook(lambda grad: events.append("used"))
+    y = block.q(before) * block.k(before) + block.v(before)
+    y.sum().backward()
+    assert events == ["start", "weight", "weight", "weight", "wait", "used"]

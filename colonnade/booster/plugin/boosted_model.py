@@ -89,6 +89,12 @@ class BoostedModel(nn.Module):
         output["loss"] = mean_over_ranks(total, count, self.mesh.axis("dp"))
         return output
 
+    def __deepcopy__(self, memo: dict) -> Any:
+        raise UsageError(
+            "a boosted model cannot be copied: its shards, hooks and optimizer belong together. Copy the plain model before "
+            "boost, or keep copies of the parameters (for a moving average, say)."
+        )
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

@@ -95,7 +95,9 @@ def _forward(model: BoostedModel, part: Any) -> Any:
 
 
 def _own_loss(output: Any) -> torch.Tensor:
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
     if loss is None:
         raise UsageError(
             "the model returned no loss: give labels in the batch, or a criterion(outputs, inputs) to execute_pipeline."

@@ -129,6 +129,10 @@ class DPPluginBase(Plugin):
         return True
 
     def backward(self, loss: torch.Tensor, optimizer: Optimizer) -> None:
+        if not isinstance(loss, torch.Tensor):
+            raise UsageError(
+                f"backward needs a loss, and was given {_kind(loss)}. Does the batch hold labels, from which the model makes one?"
+            )
         boosted_optimizer(optimizer).backward(loss)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:

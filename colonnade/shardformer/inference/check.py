@@ -29,7 +29,8 @@ def difference_on_twin(twin: nn.Module, policy: Policy, axis: Axis) -> str:
     Returns:
         What differs, or how the split twin failed; empty where nothing does. The same on every rank.
     """
-    whole, split = twin.double(), copy.deepcopy(twin).double()
+    # two copies: some models change in their first forward (BigBird gives short sequences another attention)
+    whole, split = copy.deepcopy(twin).double(), copy.deepcopy(twin).double()
     inputs = {
         key: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
         for key, value in probe_inputs(whole, torch.device("cpu")).items()

@@ -122,7 +122,8 @@ def _first_that_passes(model: Any, regions: list[Region], axis: Axis) -> tuple[s
         found = difference_on_twin(twin, InferredPolicy(_keep(own, kept, "-"), level, vocabulary), axis)
         if not found:
             return kept, level, vocabulary, refused.get("all", "")
-        refused.setdefault(kept, found)
+        if kept not in refused or (level, vocabulary) == (0, False):  # the plainest says most about the regions
+            refused[kept] = found
     raise PolicyError(
         explain(
             f"no inferred policy for {type(model).__name__} computes what one process computes.",

@@ -35,11 +35,14 @@ def probe_inputs(model: Any, device: torch.device, dense_mask: bool = False) -> 
             inputs["labels"] = inputs["input_ids"]
     if "decoder_input_ids" in names:
         inputs["decoder_input_ids"] = ids(text.vocab_size)
-    if "pixel_values" in names:
+    if "pixel_values" in names and "input_ids" not in names:  # one that takes both is run on text alone
         side = getattr(config, "image_size", 32)
         inputs["pixel_values"] = torch.randn(
             ROWS, getattr(config, "num_channels", 3), side, side, generator=generator
         ).to(device)
+    if "input_features" in names and hasattr(config, "num_mel_bins"):  # speech: two frames for each source position
+        frames = 2 * config.max_source_positions
+        inputs["input_features"] = torch.randn(ROWS, config.num_mel_bins, frames, generator=generator).to(device)
     if "use_cache" in names:
         inputs["use_cache"] = False
     return inputs

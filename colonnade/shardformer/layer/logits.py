@@ -87,6 +87,8 @@ def _lazy(kind: Any) -> type:
 
     def settled(name: str) -> Any:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if name in ("__getitem__", "get") and args and args[0] != FIELD and args[0] in self.keys():  # noqa: SIM118
+                return OrderedDict.get(self, args[0])  # another field, by its name
             settle(self)
             return getattr(self, name)(*args, **kwargs)
 

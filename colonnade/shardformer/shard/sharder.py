@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from colonnade.errors import PolicyError
+from colonnade.errors import PolicyError, UsageError, explain
 from colonnade.model.layout import deal, has_layout, layout_of, set_layout
 from colonnade.shardformer.description import LocalConfig, LocalShare
 from colonnade.shardformer.layer.head import VocabParallelLMHead1D
@@ -69,6 +69,8 @@ class ModelSharder:
         self.model = self.policy.postprocess() or self.model
         self._name_layouts()
         self._open_doors()
+        if self.axis.size > 1 and hasattr(self.model, "save_pretrained"):
+            self.model.save_pretrained = refuse_to_save  # type: ignore[assignment]
         if self.shard_config.enable_flash_attention:
             choose_attention(self.model)
         return shared_parameters(self.model)
@@ -149,6 +151,16 @@ class ModelSharder:
             self.model.loss_function = CausalLMLoss(  # type: ignore[assignment]
                 self.average, self.axis if split else None, head.vocab_size if split and head is not None else None
             )
+
+
+def refuse_to_save(*_: Any, **__: Any) -> None:
+    """Stands in for `save_pretrained` of a model that is split: it would write one rank's shards as if they were whole."""
+    raise UsageError(
+        explain(
+            "save_pretrained would write this rank's shards as if they were the whole model.",
+            [("try", "booster.save_model(model, path): the same folder, put together from all ranks")],
+        )
+    )
 
 
 def shared_parameters(model: nn.Module) -> list[dict[str, nn.Parameter]]:

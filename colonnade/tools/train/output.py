@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ CURVE = "loss.png"
 
 
 def check_output(folder: Path, overwrite: bool, sources: tuple[Path, ...] = ()) -> None:
-    """See whether results may be put into `folder`. Changes nothing.
+    """See whether results may be put into `folder`. Leaves everything as it is.
 
     Args:
         overwrite: an earlier output of this command may be replaced.
@@ -38,6 +39,7 @@ def check_output(folder: Path, overwrite: bool, sources: tuple[Path, ...] = ()) 
             if not parent.is_dir():
                 found = f"--output {folder} needs a folder, but {parent} is a file."
                 raise ConfigError(explain(found, [("try", "another path")]))
+            _check_writable(folder, parent)
             break
     for source in sources:
         if source.exists() and (source.samefile(folder) if folder.exists() else False):
@@ -54,6 +56,20 @@ def check_output(folder: Path, overwrite: bool, sources: tuple[Path, ...] = ()) 
     else:
         found, advice = "files that colonnade train did not write; --overwrite never removes those", "another folder"
     raise ConfigError(explain(f"--output {folder} is not empty.", [("found", found), ("try", advice)]))
+
+
+def _check_writable(folder: Path, existing: Path) -> None:
+    """Write and remove a file beside where the results go: now, and not after all the text has been read."""
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            explain(
+                f"--output {folder} cannot be written.",
+                [("reason", f"{existing}: {error.strerror}"), ("try", "another folder")],
+            )
+        ) from error
 
 
 def claim_output(folder: Path, options: dict[str, Any]) -> Path:
