@@ -61,3 +61,17 @@ def test_two_families_are_looked_at(model_table, model_look):
 def test_what_cannot_be_built_gets_a_row(model_look):
     row = model_look.look_at("no_such_family", "LlamaForCausalLM")
     assert row.verdict == model_look.UNBUILT and "no_such_family" in row.remark
+
+
+# each was refused, failed in training or stayed whole for a reason that lay in the inference of policies
+FOUND_BY_THE_TABLE = {
+    ("big_bird", "BigBirdForCausalLM"): (2, 4),  # changes in its first forward
+    ("fuyu", "FuyuForCausalLM"): (2, 4),  # takes pictures too
+    ("stablelm", "StableLmForCausalLM"): (4, 4),  # a width inside a head is as large as the number of heads
+}
+
+
+def test_what_the_table_has_found_stays_mended(model_look):
+    rows = [run_on_ranks(2, look_at, str(ROOT / "scripts"), *pair)[0] for pair in FOUND_BY_THE_TABLE]
+    assert [row.regions for row in rows] == list(FOUND_BY_THE_TABLE.values())
+    assert all(row.worst and max(row.worst.values()) <= 1e-5 for row in rows)

@@ -110,7 +110,7 @@ class InferredPolicy(Policy):
                 if type(value) is int
                 and value in wanted
                 and value > 1
-                and not any(w in name for w in ("idx", "index", "layer", "groups", "head_dim"))
+                and not any(w in name for w in ("idx", "index", "layer", "groups", "head_dim", "rotary"))
             }
             if self.attributes >= 3 and hasattr(module, "config"):
                 names = [

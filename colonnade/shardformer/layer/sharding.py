@@ -24,8 +24,19 @@ def adopt(native: nn.Module, layer: type[Layer], base: type[nn.Module]) -> Layer
             scales its output, say), the new module is of that subclass too, and its `super().forward` is the layer's.
 
     Raises:
-        PolicyError: `native` is not a `base`.
+        PolicyError: `native` is not a `base`, or its class computes by a forward of its own that never calls the base's.
     """
+    forward = inspect.unwrap(type(native).forward)
+    if isinstance(native, base) and type(native).forward is not base.forward and not _calls_super(forward):
+        raise PolicyError(
+            explain(
+                f"{layer.__name__} cannot take the place of {type(native).__name__}: it multiplies in a forward of its own.",
+                [
+                    ("rule", f"a subclass of {base.__name__} may change what goes in and out, around super().forward(...)"),
+                    ("try", f"leave it out of the policy, or first replace it by a plain {base.__name__} in preprocess()"),
+                ],
+            )
+        )
     if not isinstance(native, base):
         raise PolicyError(
             explain(
@@ -36,6 +47,11 @@ def adopt(native: nn.Module, layer: type[Layer], base: type[nn.Module]) -> Layer
     module: Layer = layer.__new__(_combined(layer, type(native), base))  # type: ignore[arg-type]  # classes are hashable
     module.__dict__.update(native.__dict__)
     return module
+
+
+def _calls_super(forward: Any) -> bool:
+    """Whether a method mentions `super`; one that does not cannot reach the class it derives from."""
+    return "super" in getattr(getattr(forward, "__code__", None), "co_names", ("super",))
 
 
 @cache
