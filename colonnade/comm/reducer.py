@@ -35,13 +35,13 @@ class _Bucket:
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.params = params
         self.waiting = set(params)
+        self.held: set[nn.Parameter] = set()
         self.work: dist.Work | None = None
-        self.launched = False
         self._flat: torch.Tensor | None = None
         self._views: dict[nn.Parameter, torch.Tensor] = {}
 
     def reset(self) -> None:
-        self.waiting, self.work, self.launched = set(self.params), None, False
+        self.waiting, self.work = set(self.params), None
 
     def flat(self) -> torch.Tensor:
         """The buffer, filled with the present gradients, zero where there is none."""
@@ -57,6 +57,19 @@ class _Bucket:
                 param.grad = view
         return self._flat
 
+    def detach(self) -> None:
+        """Take the gradients off the parameters while they travel: what a backward still adds is collected apart."""
+        self.held = {p for p in self.params if p.grad is not None}
+        for param in self.params:
+            param.grad = None
+
+    def attach(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Put the reduced gradients back; returns what was added meanwhile."""
+        late = {p: p.grad for p in self.params if p.grad is not None}
+        for param in self.params:
+            param.grad = self._views[param] if param in self.held or param in late else None
+        return late
+
     def adopt(self, param: nn.Parameter) -> None:
         """Give a parameter that had no gradient on this rank the one that others found."""
         param.grad = self._views[param]
@@ -70,7 +83,7 @@ class GradientReducer:
         axis: the ranks to average over (data parallel).
         bucket_bytes: size at which a bucket is closed.
 
-    Traffic: one all-reduce of every gradient element a step, and one all-gather of a single number.
+    Traffic: one all-reduce of every gradient element a step, and one all-gather of two numbers.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], axis: Axis, bucket_bytes: int = 8 << 20) -> None:
@@ -81,6 +94,8 @@ class GradientReducer:
         self._next = 0
         self._paused = False
         self._will_finish = False
+        self._handles: list[Any] = []
+        self.unreduced = False  # gradients have been accumulated and not averaged
         self._take_in()
 
     def _take_in(self) -> None:
@@ -90,7 +105,11 @@ class GradientReducer:
             self.buckets.append(bucket)
             for param in group:
                 self._home[param] = bucket
-                param.register_post_accumulate_grad_hook(self._ready)
+                self._handles.append(param.register_post_accumulate_grad_hook(self._ready))
+                earlier = getattr(param, "_gradient_reducer", None)
+                if earlier is not None and earlier is not self:
+                    earlier.close()
+                param._gradient_reducer = self  # type: ignore[attr-defined]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -106,12 +125,16 @@ class GradientReducer:
         self._will_finish = True
         try:
             loss.backward(**kwargs)
+        except BaseException:
+            self._abort()
+            raise
         finally:
             self._will_finish = False
         self.finish()
 
     def _ready(self, param: nn.Parameter) -> None:
         if self._paused:
+            self.unreduced = True
             return
         if not self._will_finish:
             self._will_finish = True
@@ -123,7 +146,8 @@ class GradientReducer:
 
     def _launch(self, bucket: _Bucket) -> None:
         flat = bucket.flat().mul_(1.0 / self.axis.size)
-        bucket.work, bucket.launched = all_reduce_async(flat, self.axis), True
+        bucket.detach()
+        bucket.work = all_reduce_async(flat, self.axis)
         self._next += 1
 
     def finish(self) -> None:
@@ -134,16 +158,51 @@ class GradientReducer:
         self._take_in()
         if not self.buckets:
             return
-        unused = [p for bucket in self.buckets for p in bucket.params if p.grad is None]
+        self.unreduced = False
         for bucket in self.buckets[self._next :]:
             self._launch(bucket)
-        missing = torch.stack(all_gather(next(iter(self._home)).new_full((1,), float(bool(unused))), self.axis))
+        late: dict[nn.Parameter, torch.Tensor] = {}
         for bucket in self.buckets:
             wait(bucket.work, self.axis)
+            late |= bucket.attach()
             bucket.reset()
         self._next = 0
-        if missing.any():
-            self._complete(set(unused))
+        unused = {p for p in self._home if p.grad is None}
+        mine = next(iter(self._home)).new_tensor([float(bool(unused)), float(bool(late))])
+        missing, added = torch.stack(all_gather(mine, self.axis)).amax(0).tolist()
+        if missing:
+            self._complete(unused)
+        if added:
+            self._add_late(late)
+
+    def _add_late(self, late: dict[nn.Parameter, torch.Tensor]) -> None:
+        """Reduce what came after its bucket had left: a parameter that one backward visits more than once."""
+        for bucket in self.buckets:
+            parts = [late.get(p, torch.zeros_like(p)).reshape(-1) for p in bucket.params]
+            flat = torch.cat(parts).mul_(1.0 / self.axis.size)
+            wait(all_reduce_async(flat, self.axis), self.axis)
+            for param, part in zip(bucket.params, flat.split([p.numel() for p in bucket.params])):
+                if param.grad is not None:
+                    param.grad += part.view_as(param)
+
+    def _abort(self) -> None:
+        """After a backward that raised: wait for what is under way, and begin anew with the next one."""
+        for bucket in self.buckets[: self._next]:
+            wait(bucket.work, self.axis)
+            bucket.attach()
+        for bucket in self.buckets:
+            bucket.reset()
+        self._next = 0
+
+    def covers(self, param: nn.Parameter) -> bool:
+        """Whether a parameter's gradient is averaged here."""
+        return self.axis.size == 1 or param in self._home
+
+    def close(self) -> None:
+        """Take no further part: another reducer takes over the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def _complete(self, unused: set[nn.Parameter]) -> None:
         params = list(self._home)

@@ -42,9 +42,30 @@ class MasterWeights:
         for param, master in self.master.items():
             master.data.copy_(param.data)
 
+    def _follow(self, param: nn.Parameter, master: nn.Parameter) -> None:
+        """Take over entries that something else has written into the model since the last step."""
+        written = param.data != master.data.to(param.dtype)
+        if written.any():
+            master.data[written] = param.data[written].float()
+
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Inside the block the optimizer holds the master weights and their gradients; afterwards the model is updated."""
+        with self.swapped():
+            for param, master in self.master.items():
+                self._follow(param, master)
+                master.grad = None if param.grad is None else param.grad.float()
+            try:
+                yield
+            finally:
+                for param, master in self.master.items():
+                    if master.grad is not None:
+                        param.data.copy_(master.data)
+                        master.grad = None
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Inside the block the master weights stand in the optimizer's groups, and its state is theirs."""
         if self.optimizer is None:
             yield
             return
@@ -55,7 +76,6 @@ class MasterWeights:
         for group, params in zip(optimizer.param_groups, working):
             group["params"] = [self.master.get(p, p) for p in params]
         for param, master in self.master.items():
-            master.grad = None if param.grad is None else param.grad.float()
             _move_state(optimizer, param, master)
         try:
             yield
@@ -64,9 +84,6 @@ class MasterWeights:
                 group["params"] = params
             for param, master in self.master.items():
                 _move_state(optimizer, master, param)
-                if master.grad is not None:
-                    param.data.copy_(master.data)
-                    master.grad = None
 
 
 def _move_state(optimizer: Optimizer, source: torch.Tensor, target: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from colonnade.cluster.mesh import ParallelMesh
 from colonnade.comm.reducer import GradientReducer
-from colonnade.errors import ConfigError
+from colonnade.errors import ConfigError, UsageError, explain
 from colonnade.model.layout import has_layout, layout_of
 from colonnade.precision.grad_norm import clip_gradients, gradient_norm
 from colonnade.precision.master import MasterWeights
@@ -30,6 +30,7 @@ class ParallelOptimizer(Optimizer):
 
     Attributes:
         reducer: averages gradients over data-parallel ranks; None where something else does.
+        covered: says which parameters that something else averages.
     """
 
     def __init__(
@@ -38,6 +39,8 @@ class ParallelOptimizer(Optimizer):
         # Optimizer.__init__ is not called: groups, state and hooks are those of the wrapped optimizer
         self.inner, self.mesh, self.max_norm = inner, mesh, check_max_norm(max_norm)
         self.reducer: GradientReducer | None = None
+        self.covered: Callable[[nn.Parameter], bool] | None = None
+        _check_elementwise(inner)
         shard_optimizer_state(inner)
         self.master = MasterWeights(inner if dtype != torch.float32 else None)
         self._norm: torch.Tensor | None = None
@@ -90,12 +93,32 @@ class ParallelOptimizer(Optimizer):
         """
         if closure is not None:
             raise ConfigError("step(closure) is not possible: call booster.backward(loss, optimizer), then step().")
+        self._complete_reduction()
         with self.master.stepping():
             parameters = self.parameters()
             self._norm = gradient_norm(parameters, self.mesh)
             if self.max_norm > 0:
                 clip_gradients(parameters, self.max_norm, self._norm)
             return self.inner.step()
+
+    def _complete_reduction(self) -> None:
+        """Average what was only accumulated, and refuse gradients that nothing averages."""
+        if self.reducer is not None and self.reducer.unreduced:
+            self.reducer.finish()
+        covers = (
+            self.covered if self.covered is not None else (self.reducer.covers if self.reducer is not None else None)
+        )
+        missed = sum(p.grad is not None and not covers(p) for p in self.parameters()) if covers is not None else 0
+        if missed:
+            raise UsageError(
+                explain(
+                    f"{missed} parameters have gradients that are not averaged over data-parallel ranks.",
+                    [
+                        ("reason", "they were added, or thawed, after boost"),
+                        ("try", "add modules and parameter groups, and thaw, before boost"),
+                    ],
+                )
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the accumulated gradients."""
@@ -107,7 +130,8 @@ class ParallelOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned on a rank of the same layout."""
-        self.inner.load_state_dict(state_dict)
+        with self.master.swapped():  # torch casts state to the format of the parameters it finds
+            self.inner.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer."""
@@ -115,6 +139,27 @@ class ParallelOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"ParallelOptimizer({self.inner!r})"
+
+
+NOT_ELEMENTWISE = ("Adafactor", "Muon", "LBFGS", "Lamb", "LARS", "Shampoo", "SOAP", "GaLore", "CAME")
+
+
+def _check_elementwise(optimizer: Optimizer) -> None:
+    """Refuse optimizers that look at a whole matrix, where matrices are split.
+
+    Raises:
+        ConfigError: naming the optimizer.
+    """
+    kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]
+    whole = next((name for name in NOT_ELEMENTWISE if any(name.lower() in kind for kind in kinds)), None)
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    if whole is not None and any(layout_of(p).sharded_axes for p in params):
+        raise ConfigError(
+            explain(
+                f"{type(optimizer).__name__} cannot step on split parameters: its update looks at whole matrices.",
+                [("try", "AdamW, SGD or another optimizer that treats each entry by itself, or tp_size=1")],
+            )
+        )
 
 
 def check_max_norm(max_norm: float) -> float:

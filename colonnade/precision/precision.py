@@ -37,10 +37,16 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
             param.grad = None if grad is None else grad.to(dtype)
 
 
+def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In another format, without turning the largest finite numbers (of a mask, say) into infinite ones."""
+    limits = torch.finfo(dtype)
+    return torch.where(value.isinf(), value, value.clamp(limits.min, limits.max)).to(dtype)
+
+
 def cast_inputs(value: Any, dtype: torch.dtype) -> Any:
     """Floating-point tensors among a model's inputs, in the model's format; everything else as it is."""
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return _cast(value, dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
         return {key: cast_inputs(item, dtype) for key, item in value.items()}
     if type(value) in (list, tuple):

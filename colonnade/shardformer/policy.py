@@ -11,7 +11,7 @@ from colonnade.model.spine import Spine
 from colonnade.shardformer.description import ModulePolicyDescription
 from colonnade.shardformer.shard.shard_config import ShardConfig
 
-__all__ = ["Policy", "Spine", "WholePolicy"]
+__all__ = ["Policy", "PolicyError", "Spine", "WholePolicy"]
 
 
 class Policy:

@@ -52,6 +52,7 @@ class BoostedModel(nn.Module):
         self.mesh, self.average, self.dtype, self.original_config = mesh, average, dtype, config
         self.check_batches = check_batches
         self.optimizers = []
+        self._shifts_labels = any(isinstance(vars(m).get("_loss_function"), CausalLMLoss) for m in model.modules())
         self._takes_use_cache = "use_cache" in inspect.signature(model.forward).parameters
 
     def unwrap(self) -> nn.Module:
@@ -61,7 +62,16 @@ class BoostedModel(nn.Module):
     @property
     def shifts_labels(self) -> bool:
         """Whether position t is trained to predict label t + 1, so that the first label of a row is no target."""
-        return isinstance(getattr(self._user_model, "loss_function", None), CausalLMLoss)
+        return self._shifts_labels
+
+    @property
+    def loss_function(self) -> Any:
+        """The user's model's own; it can be set before boost."""
+        return self._user_model.loss_function
+
+    @loss_function.setter
+    def loss_function(self, function: Any) -> None:
+        raise UsageError("set model.loss_function before boost, which puts a loss that knows all ranks in its place.")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward; the loss it returns is the mean over the targets of all data-parallel ranks."""
@@ -81,12 +91,18 @@ class BoostedModel(nn.Module):
 
     def _averaged(self, output: Any, inputs: dict[str, Any]) -> Any:
         """Weigh the loss of a model that computes its own, by the labels that count."""
-        loss = getattr(output, "loss", None)
-        if self.mesh.size("dp") == 1 or self.shifts_labels or loss is None or inputs.get("labels") is None:
+        if self.mesh.size("dp") == 1 or self.shifts_labels:
+            return output
+        first = output[0] if isinstance(output, tuple) and output else None
+        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", first)
+        if not isinstance(loss, torch.Tensor) or loss.dim():
             return output
         count = count_targets(inputs, shifted=False)
         total = loss * count if count else zero_from(output)  # a mean over no labels is NaN
-        output["loss"] = mean_over_ranks(total, count, self.mesh.axis("dp"))
+        mean = mean_over_ranks(total, count, self.mesh.axis("dp"))
+        if isinstance(output, tuple):
+            return (mean, *output[1:])
+        output["loss"] = mean
         return output
 
     def __deepcopy__(self, memo: dict) -> Any:

@@ -17,7 +17,7 @@ import torch
 from colonnade.booster.plugin.batches import batch_rows, count_targets, join_outputs, next_batch, split_rows, take_rows
 from colonnade.booster.plugin.boosted_model import BoostedModel, zero_from
 from colonnade.comm.collectives import all_gather
-from colonnade.errors import UsageError
+from colonnade.errors import ShapeError, UsageError
 from colonnade.precision.optimizer import ParallelOptimizer
 
 
@@ -41,6 +41,8 @@ def run_microbatches(
     """
     batch = next_batch(data_iter)
     rows = batch_rows(batch)
+    if rows == 0:
+        raise ShapeError("this rank's share of the batch has no rows: every rank needs at least one in each step.")
     cuts = split_rows(rows, microbatch_size, num_microbatches)
     parts = [take_rows(batch, rows, *cut) for cut in cuts]
     shares = _Shares(batch, parts, model)

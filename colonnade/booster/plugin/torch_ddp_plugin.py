@@ -19,7 +19,7 @@ from colonnade.cluster.mesh import Axis, ParallelMesh
 from colonnade.comm.collectives import all_reduce_async
 from colonnade.precision.optimizer import ParallelOptimizer
 from colonnade.precision.precision import cast_parameters
-from colonnade.shardformer.layer.loss import CausalLMLoss, LossAverage, takes_causal_lm_loss
+from colonnade.shardformer.layer.loss import CausalLMLoss, LossAverage, causal_loss_owner
 
 
 class TorchDDPPlugin(DPPluginBase):
@@ -69,13 +69,16 @@ class TorchDDPPlugin(DPPluginBase):
         check_boostable(model, optimizer)
         config, average = pristine_config(model), LossAverage()
         start_alike(model, self.mesh)
-        if takes_causal_lm_loss(model):
-            model.loss_function = CausalLMLoss(average)  # type: ignore[assignment]
+        owner: Any = causal_loss_owner(model)
+        if owner is not None:
+            owner.loss_function = CausalLMLoss(average)
         model = model.to(current_device())
         parallel_optimizer = None
         if optimizer is not None:
             parallel_optimizer = ParallelOptimizer(optimizer, self.mesh, self.dtype, self.max_norm)
         cast_parameters(model, self.dtype)
+        if parallel_optimizer is not None and self.mesh.size("dp") > 1:
+            parallel_optimizer.covered = {p for p in model.parameters() if p.requires_grad}.__contains__
         boosted = self.wrap(model, average, parallel_optimizer, config, self._parallel(model))
         return boosted, parallel_optimizer, criterion, dataloader, lr_scheduler
 

@@ -10,6 +10,7 @@ the caller's and the reduction is exactly a division by the number of data-paral
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -109,6 +110,33 @@ class CausalLMLoss:
         return F.cross_entropy(flat, targets.reshape(-1), ignore_index=ignore_index, reduction="sum")
 
 
-def takes_causal_lm_loss(model: torch.nn.Module) -> bool:
-    """Whether the model computes its loss by transformers' causal-LM loss function, which `CausalLMLoss` can replace."""
-    return getattr(getattr(model, "loss_function", None), "__name__", None) == "ForCausalLMLoss"
+def causal_loss_owner(model: torch.nn.Module) -> torch.nn.Module | None:
+    """The module whose forward calls transformers' causal-LM loss function, which `CausalLMLoss` can replace.
+
+    The model itself, or the one inside a wrapper; None where the loss is computed otherwise. What a forward does is read
+    off its code: a class may inherit the function and never call it.
+    """
+    return next(
+        (module for module in model.modules() if _calls_loss_function(type(module)) and _is_causal(module)), None
+    )
+
+
+def _is_causal(module: torch.nn.Module) -> bool:
+    function = getattr(module, "loss_function", None)
+    native = getattr(function, "__name__", None) == "ForCausalLMLoss"
+    return isinstance(function, CausalLMLoss) or (native and function.__module__.startswith("transformers."))
+
+
+def _calls_loss_function(kind: type) -> bool:
+    for ancestor in kind.__mro__:
+        forward = inspect.unwrap(vars(ancestor).get("forward", _nothing))
+        names = getattr(getattr(forward, "__code__", None), "co_names", ())
+        if "loss_function" in names:
+            return True
+        if forward is not _nothing and "super" not in names:
+            return False
+    return False
+
+
+def _nothing() -> None:
+    """Stands for a class without a forward of its own."""

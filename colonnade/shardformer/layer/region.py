@@ -68,16 +68,18 @@ class Tap:
 
 class _Wait(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis: Axis, works: list[dist.Work | None]) -> torch.Tensor:
-        ctx.axis, ctx.works = axis, works
+    def forward(ctx: Any, x: torch.Tensor, axis: Axis, works: list[dist.Work | None], taps: list[Tap]) -> torch.Tensor:
+        ctx.axis, ctx.works, ctx.taps = axis, works, taps
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         while ctx.works:
             wait(ctx.works.pop(), ctx.axis)
-        return grad, None, None
+        for tap in ctx.taps:  # a backward for some inputs only leaves taps unread; the next must not find that
+            tap.pending.clear()
+        return grad, None, None, None
 
 
 class _Tap(Function):
@@ -144,10 +146,13 @@ class Region:
         if self.axis.size == 1 or not (x.requires_grad and torch.is_grad_enabled()):
             return Entry(x, len(self.readers))
         works: list[dist.Work | None] = []
-        x = _Wait.apply(x, self.axis, works)
+        taps: list[Tap] = []
+        x = _Wait.apply(x, self.axis, works, taps)
         weights: dict[Any, tuple[torch.Tensor, Tap | None]] = {}
         for layer in self.readers:
             tap = Tap() if layer.weight.requires_grad else None
+            if tap is not None:
+                taps.append(tap)
             weights[layer] = (layer.weight if tap is None else _Tap.apply(layer.weight, tap), tap)
         return Entry(_StartReduce.apply(x, self.axis, works), len(self.readers), weights)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -32,8 +33,14 @@ def adopt(native: nn.Module, layer: type[Layer], base: type[nn.Module]) -> Layer
             explain(
                 f"{layer.__name__} cannot take the place of {type(native).__name__}: it multiplies in a forward of its own.",
                 [
-                    ("rule", f"a subclass of {base.__name__} may change what goes in and out, around super().forward(...)"),
-                    ("try", f"leave it out of the policy, or first replace it by a plain {base.__name__} in preprocess()"),
+                    (
+                        "rule",
+                        f"a subclass of {base.__name__} may change what goes in and out, around super().forward(...)",
+                    ),
+                    (
+                        "try",
+                        f"leave it out of the policy, or first replace it by a plain {base.__name__} in preprocess()",
+                    ),
                 ],
             )
         )
@@ -66,6 +73,18 @@ def shard_parameter(param: nn.Parameter, dim: int, ranges: Sequence[tuple[int, i
 
     A parameter that is already cut the same way (a tied weight, met for the second time) is left as it is.
     """
+    if not isinstance(param, nn.Parameter):
+        raise PolicyError(
+            explain(
+                "a weight that is computed from others (weight norm, pruning, a parametrization) cannot be split.",
+                [
+                    (
+                        "try",
+                        "torch.nn.utils.parametrize.remove_parametrizations before boost, or leave the layer out of the policy",
+                    )
+                ],
+            )
+        )
     if has_layout(param):
         present = layout_of(param)
         if present.boxes != TensorLayout.split(present.shape, dim, ranges, axis.name).boxes:

@@ -14,7 +14,7 @@ from colonnade.shardformer.description import LocalConfig, LocalShare
 from colonnade.shardformer.layer.head import VocabParallelLMHead1D
 from colonnade.shardformer.layer.linear import ColumnParallel, RowParallel
 from colonnade.shardformer.layer.logits import WholeLogits
-from colonnade.shardformer.layer.loss import CausalLMLoss, LossAverage, takes_causal_lm_loss
+from colonnade.shardformer.layer.loss import CausalLMLoss, LossAverage, causal_loss_owner
 from colonnade.shardformer.layer.region import Region
 from colonnade.shardformer.policy import Policy
 from colonnade.shardformer.roles import Role, form_for
@@ -49,6 +49,8 @@ class ModelSharder:
         Raises:
             PolicyError, ConfigError: the same on every rank, before any communication.
         """
+        if self.axis.size > 1 and any(layout_of(p).sharded_axes for p in self.model.parameters()):
+            raise UsageError("this model has been split already; load a plain one, or go on with the boosted one.")
         self.policy.set_model(self.model)
         self.policy.set_shard_config(self.shard_config)
         self.policy.config_sanity_check()
@@ -140,15 +142,15 @@ class ModelSharder:
     def _open_doors(self) -> None:
         """Loss and logits of a model whose head is split by vocabulary."""
         head = next((m for m in self.model.modules() if isinstance(m, VocabParallelLMHead1D)), None)
-        causal = takes_causal_lm_loss(self.model)
+        owner: Any = causal_loss_owner(self.model)
         if head is not None and self.axis.size > 1 and not head.gather_output:
-            if causal:
-                self.model.register_forward_hook(WholeLogits(head))
+            if owner is not None:
+                owner.register_forward_hook(WholeLogits(head))
             else:  # the model's own loss needs whole logits
                 head.gather_output = True
-        if causal:
+        if owner is not None:
             split = head is not None and self.axis.size > 1 and not head.gather_output
-            self.model.loss_function = CausalLMLoss(  # type: ignore[assignment]
+            owner.loss_function = CausalLMLoss(
                 self.average, self.axis if split else None, head.vocab_size if split and head is not None else None
             )
 
