@@ -31,6 +31,7 @@ class ParallelOptimizer(Optimizer):
     Attributes:
         reducer: averages gradients over data-parallel ranks; None where something else does.
         covered: says which parameters that something else averages.
+        check_replicas: `step` raises where ranks hold different gradients for what they all hold.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class ParallelOptimizer(Optimizer):
         self.inner, self.mesh, self.max_norm = inner, mesh, check_max_norm(max_norm)
         self.reducer: GradientReducer | None = None
         self.covered: Callable[[nn.Parameter], bool] | None = None
+        self.check_replicas = True
         _check_elementwise(inner)
         shard_optimizer_state(inner)
         self.master = MasterWeights(inner if dtype != torch.float32 else None)
@@ -96,7 +98,7 @@ class ParallelOptimizer(Optimizer):
         self._complete_reduction()
         with self.master.stepping():
             parameters = self.parameters()
-            self._norm = gradient_norm(parameters, self.mesh)
+            self._norm = gradient_norm(parameters, self.mesh, self.check_replicas)
             if self.max_norm > 0:
                 clip_gradients(parameters, self.max_norm, self._norm)
             return self.inner.step()
