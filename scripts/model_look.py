@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
-import math
 import re
+import sys
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from model_cases import Case
 from torch import nn
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -23,13 +28,13 @@ from colonnade.booster.plugin import HybridParallelPlugin
 from colonnade.cluster.mesh import Axis
 from colonnade.comm.collectives import all_gather_object
 from colonnade.errors import ColonnadeError, PolicyError
+from colonnade.model.default_configs import MISSING_FIELDS
 from colonnade.model.layout import layout_of
 from colonnade.model.twin import VOCAB, build, shrink, with_noise
 from colonnade.shardformer import ShardConfig, ShardFormer
 from colonnade.shardformer.inference import infer_policy
-from colonnade.shardformer.inference.check import difference_on_twin
-from colonnade.shardformer.inference.policy import InferredPolicy
-from colonnade.shardformer.inference.probe import probe_inputs
+from colonnade.shardformer.inference.probe import loss_of
+from colonnade.shardformer.policy import Policy
 from colonnade.shardformer.registry import has_policy
 from colonnade.testing.logical import canonical_names, gather_parameters
 from colonnade.testing.parity import Tolerance, Training, compare_with_single, well_conditioned_adamw
@@ -39,9 +44,10 @@ from colonnade.tools.verify.batches import make_batches
 
 NO_DEFAULT = "the default configuration makes no model either: "
 KINDS = ("loss", "gradient norm", "gradients", "weights")
-RANKS, STEPS, MAX_NORM = 2, 2, 1.0
+STEPS, MAX_NORM = 2, 1.0
 LARGEST_TWIN = 30_000_000
 REASON_LENGTH = 130
+OWN_MODELS = Path(__file__).parent.parent / "tests" / "shardformer"
 
 # verdict: what it means
 MEANING = {
@@ -59,31 +65,38 @@ MEANING = {
 
 @dataclass(frozen=True)
 class Row:
-    """What was found for one model class.
+    """What was found for one case.
 
     Args:
         verdict: a key of MEANING.
         policy: "file", "inferred", or empty where it did not come to that.
         regions: of them split, and all.
-        vocabulary: "split", "whole", or empty.
+        vocabulary: "split", "part", "whole", or empty where there is none.
         worst: largest relative difference by kind.
         remark: what stays whole and why, or why there are no numbers.
+        seconds: how long that took.
     """
 
-    family: str
-    model: str
     verdict: str
     policy: str = ""
     regions: tuple[int, int] = (0, 0)
     vocabulary: str = ""
     worst: dict[str, float] | None = None
     remark: str = ""
+    seconds: float = 0.0
+
+    @property
+    def proved(self) -> bool:
+        """Whether ranks compute what one process computes, and each holds a part of the model only."""
+        return self.worst is not None and self.verdict not in (DIFFERENT, NOTHING)
 
 
-def look_at(family: str, name: str) -> Row:
-    """Build, split and train the twin of one class. Runs on every rank; the same on each."""
+def look_at(case: Case) -> Row:
+    """Build, split and train the twin of one case over all ranks. Runs on every rank; the same on each."""
+    started = time.monotonic()
     with quiet():
-        return examine(family, name)
+        row = examine(case)
+    return replace(row, seconds=time.monotonic() - started)
 
 
 @contextmanager
@@ -98,43 +111,55 @@ def quiet() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def examine(family: str, name: str) -> Row:
+def examine(case: Case) -> Row:
     """As `look_at`, with all that the families say."""
+    axis = Axis.of(None)
     try:
-        twin = Twin(family, name)
+        twin = Twin(case, axis.size)
         model = twin.model()
     except Exception as error:  # a family's own code
-        return Row(family, name, UNBUILT, remark=("" if can_be_built(family, name) else NO_DEFAULT) + said(error))
+        return Row(UNBUILT, remark=("" if can_be_built(case) else NO_DEFAULT) + said(error))
     try:
-        twin.batches = batches_for(model)
+        twin.batches = make_batches(twin.model())
         model(**twin.batches[0]).loss.backward()
     except Exception as error:  # a family's own code
-        return Row(family, name, UNTRAINED, remark=said(error))
-    policy = "file" if has_policy(model) else "inferred"
+        return Row(UNTRAINED, remark=said(error))
+    written = has_policy(model) and not case.forced
+    choose = functools.partial(infer_policy, axis=axis) if case.forced else None
+    policy = "file" if written else "inferred"
     try:
-        verdict, regions, vocabulary, remark = split(twin)
+        verdict, regions, vocabulary, remark = split(twin, choose)
         report = compare_with_single(
             Training(twin.model, twin.batches, steps=STEPS, max_norm=MAX_NORM),
-            lambda: HybridParallelPlugin(tp_size=RANKS, precision="fp32", max_norm=MAX_NORM),
+            lambda: HybridParallelPlugin(
+                tp_size=axis.size,
+                precision="fp32",
+                max_norm=MAX_NORM,
+                custom_policy=choose(twin.model()) if choose else None,
+            ),
         )
     except ColonnadeError as error:  # the same on every rank
-        return Row(family, name, REFUSED, policy, remark=refusal(error))
+        return Row(REFUSED, policy, remark=refusal(error))
     worst, rounding = {k: report[k].worst for k in KINDS}, max(report.rounding.values())
     if not report.ok and rounding > 0.5 * Tolerance().gradient:  # fp32 does not say; the same rule as in parity.py
-        worst = compare_in_fp64(twin)
+        worst = compare_in_fp64(twin, choose)
         remark = "; ".join([f"compared in fp64, as one process in fp32 is off from it by {rounding:.0e}", remark])
     if not report.ok and max(worst.values()) > Tolerance().gradient:
         verdict, remark = DIFFERENT, failures(report)
-    return Row(family, name, verdict, policy, regions, vocabulary, worst, remark.removesuffix("; "))
+    return Row(verdict, policy, regions, vocabulary, worst, remark.removesuffix("; "))
 
 
-def compare_in_fp64(twin: Twin) -> dict[str, float]:
+Choose = Callable[[nn.Module], Policy] | None  # how to come to a policy; None as ShardFormer does
+
+
+def compare_in_fp64(twin: Twin, choose: Choose) -> dict[str, float]:
     """Loss and gradients of one step in fp64, split and in one piece: the largest relative differences."""
     axis, batch = Axis.of(None), twin.batches[0]
     one = SingleProcess(twin.model(), well_conditioned_adamw, torch.float64)
     names, wanted_step = canonical_names(one.model), one.step([batch])
-    model, _ = ShardFormer(ShardConfig(axis)).optimize(twin.model().double())
-    loss = model(**{k: v.double() if v.is_floating_point() else v for k, v in batch.items()}).loss
+    policy = choose(twin.model()) if choose else None
+    model, _ = ShardFormer(ShardConfig(axis)).optimize(twin.model().double(), policy)
+    loss = model(**{k: v.double() if is_floating(v) else v for k, v in batch.items()}).loss
     loss.backward()
     gradients = gather_parameters(model, lambda parameter: parameter.grad, names, axis)
     found = compare_tensors("gradients", gradients, wanted_step.gradients, Tolerance().gradient)
@@ -142,11 +167,23 @@ def compare_in_fp64(twin: Twin) -> dict[str, float]:
     return {"loss": max(losses), "gradients": found.worst}
 
 
-def can_be_built(family: str, name: str) -> bool:
-    """Whether a family's default configuration makes a model at all, at its own size and without weights."""
+def is_floating(value: Any) -> bool:
+    """Whether it is a tensor of floating-point numbers."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def config_of(case: Case) -> Any:
+    """The configuration of a transformers model at its own size."""
+    kind = getattr(transformers, case.model)
+    make = CONFIG_MAPPING.get(case.family, kind.config_class)
+    return make(**copy.deepcopy({**MISSING_FIELDS.get(case.family, {}), **case.changes}))
+
+
+def can_be_built(case: Case) -> bool:
+    """Whether a case's configuration makes a model at all, at its own size and without weights."""
     try:
-        config = CONFIG_MAPPING[family]()
-        config.architectures = [name]
+        config = config_of(case)
+        config.architectures = [case.model]
         with torch.device("meta"):
             build(config)
     except Exception:  # a family's own code; what it says of the twin is reported
@@ -155,50 +192,71 @@ def can_be_built(family: str, name: str) -> bool:
 
 
 class Twin:
-    """How the twin of a class is made.
+    """How the twin of a case is made.
 
     Raises:
         ValueError: it would not be small.
     """
 
-    def __init__(self, family: str, name: str) -> None:
-        kind = getattr(transformers, name)
-        self.config = shrink(CONFIG_MAPPING[family](), RANKS)
-        self.config.architectures = [name]
-        if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family) == name and not self.config.is_encoder_decoder:
-            self.config.is_decoder = True
-        if self.config.is_encoder_decoder and getattr(self.config, "decoder_start_token_id", None) is None:
-            self.config.decoder_start_token_id = self.config.pad_token_id or 0
+    def __init__(self, case: Case, tp: int) -> None:
         self.batches: list[dict[str, Any]] = []
+        self.make = self._own(case) if case.family == "own" else self._small(case, tp)
         with torch.device("meta"):
-            model = build(self.config)
+            model = self.make()
         count = sum(p.numel() for p in model.parameters())
         if count > LARGEST_TWIN:
             raise ValueError(f"the twin has {count:,} parameters: its sizes are in fields that are not known")
-        self.kind = kind if "labels" in signature(model) else with_loss(kind)
+        self.kind = type(model) if "labels" in signature(model) else with_loss(type(model))
+
+    def _small(self, case: Case, tp: int) -> Callable[[], Any]:
+        kind = getattr(transformers, case.model)
+        config = shrink(config_of(case), tp)
+        config.architectures = [case.model]
+        pairs = getattr(config, "is_encoder_decoder", False)
+        if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(case.family) == case.model and not pairs:
+            config.is_decoder = True
+        if pairs and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = config.pad_token_id or 0
+
+        def make() -> Any:
+            model = build(config)
+            model.__class__ = kind
+            return model
+
+        return make
+
+    def _own(self, case: Case) -> Callable[[], Any]:
+        if str(OWN_MODELS) not in sys.path:
+            sys.path.append(str(OWN_MODELS))
+        from models_of_our_own import own_model
+
+        return functools.partial(own_model, case.model, **case.changes)
 
     def model(self) -> Any:
         """The twin, the same at every call."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = build(self.config)
-        model = with_noise(model)
+            model = self.make()
+        if hasattr(model, "config"):
+            model = with_noise(model)
+            if getattr(model.config, "_experts_implementation", None):  # their grouped product does not exist in fp64
+                model.set_experts_implementation("eager")
         model.__class__ = self.kind
-        if getattr(model.config, "_experts_implementation", None):  # their grouped product does not exist in fp64
-            model.set_experts_implementation("eager")
         return model
 
 
 @functools.cache
 def with_loss(kind: type) -> type:
-    """A subclass of a model without a loss, whose loss weighs its first output."""
+    """A subclass of a model without a loss of the usual name, whose output has one."""
 
     @functools.wraps(kind.forward)  # type: ignore[attr-defined]
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-        first: torch.Tensor = output[0]
-        weights = torch.linspace(0.1, 1.0, math.prod(first.shape), dtype=first.dtype, device=first.device)
-        output.loss = (first * weights.view_as(first)).square().mean()
+        loss = loss_of(output)
+        if not isinstance(output, dict):
+            logits = output if isinstance(output, torch.Tensor) else output[0]
+            return CausalLMOutput(loss=loss, logits=logits)
+        output.loss = loss
         return output
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
@@ -209,26 +267,11 @@ def signature(model: nn.Module) -> frozenset[str]:
     return frozenset(inspect.signature(model.forward).parameters)
 
 
-def batches_for(model: Any) -> list[dict[str, Any]]:
-    """Batches with what the model takes: token ids with padding and unequal targets, or pictures."""
-    names = signature(model)
-    if "input_ids" in names:
-        causal = getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
-        made = make_batches(model.config, 1, causal and not model.config.is_encoder_decoder)
-        return [{k: v for k, v in batch.items() if k in names} for batch in made]
-    batch = probe_inputs(model, torch.device("cpu"))
-    if "decoder_input_ids" in batch:
-        batch["labels"] = batch["decoder_input_ids"]
-    if "labels" in names and "pixel_values" in names:
-        batch["labels"] = torch.arange(len(batch["pixel_values"])) % model.config.num_labels
-    return [batch]
-
-
-def split(twin: Twin) -> tuple[str, tuple[int, int], str, str]:
+def split(twin: Twin, choose: Choose) -> tuple[str, tuple[int, int], str, str]:
     """Split a twin as ShardFormer does: (verdict, regions split and all, vocabulary, what stays whole and why)."""
     axis, native = Axis.of(None), twin.model()
     regions = infer_policy(native, axis, check=False).regions
-    sharder = ShardFormer(ShardConfig(axis)).prepare(native)
+    sharder = ShardFormer(ShardConfig(axis)).prepare(native, choose(twin.model()) if choose else None)
     policy = sharder.policy
     reasons = {
         layer.path: region.reason
@@ -239,18 +282,20 @@ def split(twin: Twin) -> tuple[str, tuple[int, int], str, str]:
     model: Any = sharder.model
     divided = {name for name, p in model.named_parameters() if is_divided(p)}
     done = sum(f"{region.row.path}.weight" in divided for region in regions)
-    tables = [m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings()) if takes_ids(m)]
-    vocabulary = ("split" if all(map(is_divided, tables)) else "whole") if tables else ""
+    tables = vocabulary_of(model)
+    parts = {is_divided(module.weight) for module in tables.values()}
+    vocabulary = "" if not tables else "part" if len(parts) == 2 else "split" if True in parts else "whole"
     remarks = left_whole(model, reasons)
-    if vocabulary == "whole" and isinstance(policy, InferredPolicy):
-        why = difference_on_twin(twin.model(), InferredPolicy(policy.regions, policy.attributes), axis)
-        remarks.insert(0, f"vocabulary: {brief(f'split, its twin fails: {why}' if why else 'no linear head')}")
+    if False in parts:
+        whole = [path for path, module in tables.items() if not is_divided(module.weight)]
+        why = brief(getattr(policy, "refused", {}).get("vocabulary", ""))
+        remarks.insert(0, f"vocabulary, {names_of(whole)}" + (f": {why}" if why else ""))
     if not divided:
         verdict = NOTHING
     elif done < len(regions) or not regions:
         verdict = SOME
     else:
-        verdict = REGIONS if remarks or vocabulary == "whole" else ALL
+        verdict = REGIONS if remarks else ALL
     return verdict, (done, len(regions)), vocabulary, "; ".join(remarks)
 
 
@@ -260,18 +305,22 @@ def is_divided(parameter: nn.Parameter) -> bool:
     return layout.local_shape != layout.shape
 
 
-def takes_ids(module: Any) -> bool:
-    """Whether a module is an embedding of tokens or a head over them."""
-    return VOCAB in layout_of(module.weight).shape if hasattr(module, "weight") else False
+def vocabulary_of(model: nn.Module) -> dict[str, Any]:
+    """Path → embeddings of tokens and heads over them: the layers with a weight of the vocabulary's size."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(getattr(module, "weight", None), nn.Parameter) and VOCAB in layout_of(module.weight).shape
+    }
 
 
-def left_whole(model: Any, reasons: dict[str, str]) -> list[str]:
+def left_whole(model: nn.Module, reasons: dict[str, str]) -> list[str]:
     """Weight matrices that every rank holds whole, by reason; the vocabulary's and tables of positions do not count."""
-    vocabulary = {model.get_input_embeddings(), model.get_output_embeddings()}
-    skipped = {
+    skipped = {f"{path}.weight" for path in vocabulary_of(model)}
+    skipped |= {
         f"{path}.weight"
         for path, module in model.named_modules()
-        if module in vocabulary or (isinstance(module, nn.Embedding) and module.num_embeddings < VOCAB)
+        if isinstance(module, nn.Embedding) and module.num_embeddings < VOCAB
     }
     found: dict[str, dict[str, None]] = {}
     for name, parameter in model.named_parameters():

@@ -1,8 +1,11 @@
-"""Writes docs/models.md: what happens to every causal language model of transformers, and to some others, at tp 2.
+"""Writes docs/models.md: what happens to every causal language model of transformers, to some others and to variants of
+their configurations at tp 2 and tp 4.
 
-    python scripts/model_table.py                   # a tiny twin of each on two ranks; minutes
-    python scripts/model_table.py --only gemma2 olmo2    # some of them, printed and not written
-    python scripts/model_table.py --check           # only: does the page list exactly what the installed transformers has?
+    python scripts/model_table.py                        # a tiny twin of each on two and on four ranks; most of an hour
+    python scripts/model_table.py --resume rows.json     # the same; what is in the file is not looked at again
+    python scripts/model_table.py --only gemma2,olmo2 --tp 2     # some of them, printed and not written
+    python scripts/model_table.py --section variants     # causal, others, variants, or "without files"
+    python scripts/model_table.py --check                # only: does the page list exactly what there is?
 
 A model that raises or hangs gets a row that says so, and the others go on. The page is written from what was found, whatever
 it is; the exit code is 1 where a policy was accepted and the numbers are not those of one process.
@@ -11,153 +14,112 @@ it is; the exit code is 1 where a policy was accepted and the numbers are not th
 from __future__ import annotations
 
 import argparse
-import platform
+import json
+import os
 import re
 import sys
+import tempfile
+import time
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-import torch
-import transformers
-from model_look import DIFFERENT, FAILS, MEANING, RANKS, STEPS, UNBUILT, Row, brief, look_at
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from model_cases import CAUSAL, FORCED, OTHERS, VARIANTS, Case, all_cases
+from model_look import DIFFERENT, FAILS, Row, brief, look_at
+from model_page import Found, failure_lines, page, rows_text, summary, variant_name
 
-import colonnade
-from colonnade.testing.parity import Tolerance
+from colonnade.shardformer.registry import known_families
 from colonnade.testing.ranks import RankFailure, close_pools, run_on_ranks
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
-TIMEOUT_S = 90
+SIZES = (2, 4)
+TIMEOUT_S = 240
 CALLS_PER_LAUNCH = 20  # each call leaves process groups behind
 
-# Encoders, encoder-decoders and vision models, by their class; the causal language models come from transformers' mapping.
-OTHERS = (
-    "AlbertForMaskedLM",
-    "BartForConditionalGeneration",
-    "BertForMaskedLM",
-    "CLIPTextModel",
-    "CLIPVisionModel",
-    "DebertaV2ForMaskedLM",
-    "Dinov2Model",
-    "DistilBertForMaskedLM",
-    "ElectraForMaskedLM",
-    "MT5ForConditionalGeneration",
-    "ModernBertForMaskedLM",
-    "PegasusForConditionalGeneration",
-    "RobertaForMaskedLM",
-    "SiglipVisionModel",
-    "T5ForConditionalGeneration",
-    "ViTForImageClassification",
-    "WhisperForConditionalGeneration",
-    "XLMRobertaForMaskedLM",
-)
+
+def wanted() -> list[Case]:
+    """Every row of the page."""
+    return all_cases(frozenset(known_families()))
 
 
-def wanted() -> list[tuple[str, str]]:
-    """(family, class) of every row, in the order of the page."""
-    causal = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
-    return causal + [(getattr(transformers, name).config_class.model_type, name) for name in OTHERS]
+def look(case: Case, tp: int) -> Row:
+    """A row; what raises on one rank, dies or hangs, ends its launch and not the others."""
+    started = time.monotonic()
+    try:
+        return run_on_ranks(tp, look_at, case, timeout_s=TIMEOUT_S)[0]
+    except RankFailure as failure:
+        lines = [line for line in next(iter(failure.reports.values())).splitlines() if line.strip()]
+        late = "did not return" in str(failure).partition("\n")[0]
+        remark = f"did not end within {TIMEOUT_S} s" if late else brief(lines[-1])
+        return Row(FAILS, remark=remark, seconds=time.monotonic() - started)
 
 
-def look_at_all(pairs: Iterable[tuple[str, str]]) -> list[Row]:
-    """A row for each; what raises on one rank, dies or hangs, ends its launch and not the others."""
-    rows = []
-    for number, (family, name) in enumerate(pairs):
-        if number % CALLS_PER_LAUNCH == 0:
-            close_pools()
-        try:
-            row = run_on_ranks(RANKS, look_at, family, name, timeout_s=TIMEOUT_S)[0]
-        except RankFailure as failure:
-            lines = [line for line in next(iter(failure.reports.values())).splitlines() if line.strip()]
-            late = "did not return" in str(failure).partition("\n")[0]
-            remark = f"did not end within {TIMEOUT_S} s" if late else brief(lines[-1])
-            row = Row(family, name, FAILS, remark=remark)
-        print(f"{row.family:<24} {row.verdict:<16} {row.remark}", flush=True)
-        rows.append(row)
-    return rows
+def look_at_all(cases: Sequence[Case], sizes: Sequence[int], kept: Path | None) -> list[Found]:
+    """What is found for each case, told as it is found.
+
+    Args:
+        kept: a file with rows found earlier, which gets the new ones too.
+    """
+    known = read_rows(kept)
+    total, number, new = len(cases) * len(sizes), 0, 0
+    found = []
+    for case in cases:
+        rows: dict[int, Row] = {}
+        for tp in sizes:
+            number += 1
+            key = " ".join((f"tp {tp}", *case.key))
+            if key not in known:
+                if new % CALLS_PER_LAUNCH == 0:
+                    close_pools()
+                new += 1
+                known[key] = look(case, tp)
+                if kept is not None:
+                    kept.write_text(json.dumps({k: asdict(row) for k, row in known.items()}), encoding="utf-8")
+            rows[tp] = known[key]
+            print(f"[{number:>3}/{total}] {progress(case, tp, rows[tp])}", flush=True)
+        found.append(Found(case, rows))
+    return found
 
 
-def page(rows: Sequence[Row]) -> str:
-    """The whole of docs/models.md."""
-    causal, others = [r for r in rows if r.model not in OTHERS], [r for r in rows if r.model in OTHERS]
-    built = [r for r in causal if r.verdict != UNBUILT]
-    proved = [r for r in causal if r.worst and r.verdict != DIFFERENT]
-    totals = [[verdict, MEANING[verdict], count(causal, verdict), count(others, verdict)] for verdict in MEANING]
-    return "\n".join(
-        [
-            "# Which models can be split",
-            "",
-            "After this page you know what tensor parallelism over two ranks does to each language model of transformers.",
-            "",
-            "<!-- written by scripts/model_table.py (`make models`); not by hand -->",
-            "",
-            f"transformers {transformers.__version__} has {len(causal)} types of causal language models. Of {len(built)} a tiny",
-            f"twin can be built from the default configuration, and {len(proved)} of these have been proved to compute on",
-            f"{RANKS} ranks what one process computes, with padding and unequal numbers of targets. {len(others)} encoders,",
-            "encoder–decoders and vision models stand beside them.",
-            "",
-            table(["", "meaning", "causal", "others"], totals),
-            "",
-            f"Found with colonnade {colonnade.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
-            f"Python {platform.python_version()}, on the CPU with gloo, in fp32, by `make models`.",
-            "",
-            "How to read the tables:",
-            "",
-            "- *policy*: a *file* of its own, or *inferred* from the model and checked on a twin ([new_policy.md](new_policy.md)).",
-            "- *regions*: those that are split, of all that were found; a region is a stretch of a block from column-parallel",
-            "  to row-parallel layers, such as attention or the MLP.",
-            "- *vocabulary*: whether the embedding and the head are split.",
-            "- *worst*: the largest relative difference from one process, over losses, gradient norms, all gradients and all",
-            f"  weights after {STEPS} steps of AdamW; at most {Tolerance().gradient:.0e} counts as the same ([proof.md](proof.md)).",
-            "- *stays whole*: weight matrices that every rank holds, with the reason. *In no region*: the layer is not between",
-            "  a column-parallel and a row-parallel one, such as a router, or the parameter is not a linear layer's, such as",
-            "  fused experts. Tables of positions and token types are not listed; they are always whole.",
-            "- A twin has the structure of the family's default configuration; a model with another structure is checked anew",
-            "  when it is split.",
-            "",
-            "## Causal language models",
-            "",
-            model_rows(causal),
-            "",
-            "## Encoders, encoder–decoders, vision models",
-            "",
-            model_rows(others),
-            "",
-        ]
-    )
+def progress(case: Case, tp: int, row: Row) -> str:
+    """A row as it is told while the others are being looked at."""
+    name = f"{case.family} {case.title}" if case.title else case.family
+    worst = f"{max(row.worst.values()):.0e}" if row.worst else ""
+    return f"tp {tp} {row.seconds:5.1f} s  {name:<34} {case.model:<32} {row.verdict:<14} {worst:<6} {row.remark}"
 
 
-def count(rows: Iterable[Row], verdict: str) -> str:
-    """Number of rows with a verdict."""
-    return str(sum(row.verdict == verdict for row in rows))
-
-
-def model_rows(rows: Iterable[Row]) -> str:
-    """A table with a row for each model."""
-    heads = ["family", "model", "verdict", "policy", "regions", "vocabulary", "worst", "stays whole, or why not"]
-    cells = []
-    for row in sorted(rows, key=lambda r: (r.family, r.model)):
-        regions = "{} of {}".format(*row.regions) if row.worst else ""
-        worst = f"{max(row.worst.values()):.0e}" if row.worst else ""
-        name = [f"`{row.family}`", f"`{row.model}`"]
-        cells.append([*name, row.verdict, row.policy, regions, row.vocabulary, worst, row.remark])
-    return table(heads, cells)
-
-
-def table(heads: list[str], rows: Iterable[list[str]]) -> str:
-    """A Markdown table."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in [heads, ["---"] * len(heads), *rows])
+def read_rows(path: Path | None) -> dict[str, Row]:
+    """Rows that were kept in a file."""
+    if path is None or not path.exists():
+        return {}
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    return {key: Row(**fields | {"regions": tuple(fields["regions"])}) for key, fields in rows.items()}
 
 
 def check(text: str) -> list[str]:
-    """What is wrong with a page; an empty list where it lists exactly what the installed transformers has."""
-    listed, expected = set(re.findall(r"^\| `([^`]+)` \| `([^`]+)`", text, re.MULTILINE)), set(wanted())
+    """What is wrong with a page; an empty list where it lists exactly what there is to list."""
     problems = []
-    for said_of, pairs in (("lacks", expected - listed), ("lists, and transformers has not,", listed - expected)):
-        if pairs:
-            names = ", ".join(sorted(family for family, _ in pairs))
-            problems.append(f"docs/models.md {said_of} {names}: run `make models`")
+    cases = wanted()
+    listed = set(re.findall(r"^\| `([^`]+)` \| `[^`]+` \|", text, re.MULTILINE))
+    expected = {c.family for c in cases if c.section in (CAUSAL, OTHERS)}
+    titles = set(re.findall(r"^\| (`[^`]+`: [^|]+) \|", text, re.MULTILINE))
+    variants = {variant_name(c) for c in cases if c.section in (VARIANTS, FORCED)}
+    for what, there, here in (("", listed, expected), ("the variant ", titles, variants)):
+        for said_of, names in (("lacks", here - there), ("lists, and there is not,", there - here)):
+            if names:
+                known = ", ".join(sorted(names)).replace("`", "")
+                problems.append(f"docs/models.md {said_of} {what}{known}: run `make models`")
     return problems
+
+
+def chosen(cases: Iterable[Case], only: str, section: str) -> list[Case]:
+    """The cases that were asked for: by family, class or title, and by section."""
+    names = {name.strip() for name in only.split(",") if name.strip()}
+    return [
+        case
+        for case in cases
+        if (not names or names & {case.family, case.model, case.title}) and section in ("", case.section)
+    ]
 
 
 def main() -> int:
@@ -165,22 +127,34 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only compare what the page lists with what there is")
     parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="families or classes; print their rows, write nothing"
+        "--only", default="", metavar="NAME,NAME", help="families, classes or titles; nothing is written"
+    )
+    parser.add_argument("--section", default="", choices=(CAUSAL, FORCED, OTHERS, VARIANTS), help="nothing is written")
+    parser.add_argument("--tp", type=int, choices=SIZES, help="one size of the axis; nothing is written")
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="keep rows in this file, and take those in it from it"
     )
     args = parser.parse_args()
     if args.check:
         problems = check(PAGE.read_text(encoding="utf-8"))
         print("\n".join(problems) or "the page lists every model")
         return 1 if problems else 0
-    rows = look_at_all(pair for pair in wanted() if not args.only or set(pair) & set(args.only))
-    if args.only:
-        print(model_rows(rows))
+    started = time.monotonic()
+    sizes = (args.tp,) if args.tp else SIZES
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["COLONNADE_CACHE"] = folder  # what is found is found now, and not an earlier day
+        found = look_at_all(chosen(wanted(), args.only, args.section), sizes, args.resume)
+    if args.only or args.section or args.tp:
+        print(rows_text(found))
     else:
-        PAGE.write_text(page(rows), encoding="utf-8")
+        PAGE.write_text(page(found), encoding="utf-8")
         print(f"{PAGE}: written")
-    wrong = [row.family for row in rows if row.verdict in (DIFFERENT, FAILS)]
+    print(failure_lines(found))
+    print(summary(found))
+    print(f"{time.monotonic() - started:.0f} s")
+    wrong = [f for f in found if any(row.verdict in (DIFFERENT, FAILS) for row in f.rows.values())]
     if wrong:
-        print(f"not the numbers of one process: {', '.join(wrong)}")
+        print(f"not the numbers of one process: {', '.join(f.name for f in wrong)}")
     return 1 if wrong else 0
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,14 +30,14 @@ class Axis:
         size: number of ranks along it.
         rank: this rank's position, 0 ≤ rank < size.
         ranks: global ranks of the peers in order of position.
-        group: their process group; None where size is 1 and no group is needed.
+        group: their process group, or a `comm.threads.ThreadGroup`; None where size is 1 and no group is needed.
     """
 
     name: str
     size: int
     rank: int
     ranks: tuple[int, ...]
-    group: ProcessGroup | None
+    group: Any
 
     def __deepcopy__(self, memo: dict) -> Axis:
         return self  # a process group belongs to the job: a copied model talks over the same one

@@ -15,9 +15,8 @@ import torch.distributed as dist
 
 from colonnade.cluster.mesh import Axis
 from colonnade.comm.ledger import record
+from colonnade.comm.threads import ThreadGroup
 from colonnade.errors import CommunicationError
-
-ReduceOp = dist.ReduceOp
 
 # the name before torch 2.13 is deprecated there
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -34,22 +33,34 @@ def naming(operation: str, axis: Axis) -> Iterator[None]:
         ) from error
 
 
-def all_reduce(tensor: torch.Tensor, axis: Axis, op: Any = ReduceOp.SUM) -> torch.Tensor:
-    """Reduce a contiguous tensor over the axis, in place, and return it."""
+def all_reduce(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Sum a contiguous tensor over the axis, in place, and return it."""
     if axis.size > 1:
+        if isinstance(axis.group, ThreadGroup):
+            return _reduce_in_threads(tensor, axis, axis.group)
         record("all_reduce", axis.name, tensor.numel())
         with naming("all_reduce", axis):
-            dist.all_reduce(tensor, op=op, group=axis.group)
+            dist.all_reduce(tensor, group=axis.group)
     return tensor
 
 
-def all_reduce_async(tensor: torch.Tensor, axis: Axis, op: Any = ReduceOp.SUM) -> dist.Work | None:
+def _reduce_in_threads(tensor: torch.Tensor, axis: Axis, group: ThreadGroup) -> torch.Tensor:
+    first, *others = group.exchange(f"all_reduce of {tuple(tensor.shape)}", axis.rank, tensor)
+    for other in others:
+        first = first + other
+    return tensor.copy_(first)
+
+
+def all_reduce_async(tensor: torch.Tensor, axis: Axis) -> dist.Work | None:
     """Start `all_reduce` and return the work to wait for (None over one rank)."""
     if axis.size == 1:
         return None
+    if isinstance(axis.group, ThreadGroup):
+        _reduce_in_threads(tensor, axis, axis.group)
+        return None
     record("all_reduce", axis.name, tensor.numel())
     with naming("all_reduce", axis):
-        return dist.all_reduce(tensor, op=op, group=axis.group, async_op=True)
+        return dist.all_reduce(tensor, group=axis.group, async_op=True)
 
 
 def wait(work: dist.Work | None, axis: Axis) -> None:
@@ -63,6 +74,8 @@ def all_gather(tensor: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
     """The tensors of all ranks of the axis, in order of position; shapes must agree."""
     if axis.size == 1:
         return [tensor]
+    if isinstance(axis.group, ThreadGroup):
+        return axis.group.exchange(f"all_gather of {tuple(tensor.shape)}", axis.rank, tensor)
     record("all_gather", axis.name, tensor.numel() * axis.size)
     tensor = tensor.contiguous()
     out = tensor.new_empty((axis.size, *tensor.shape))
@@ -100,6 +113,8 @@ def all_gather_object(value: Any, axis: Axis) -> list[Any]:
     """The picklable values of all ranks of the axis. For set-up and saving, not for the training step."""
     if axis.size == 1:
         return [value]
+    if isinstance(axis.group, ThreadGroup):
+        return axis.group.exchange("all_gather_object", axis.rank, value)
     out: list[Any] = [None] * axis.size
     record("all_gather_object", axis.name, axis.size)
     with naming("all_gather_object", axis):

@@ -5,23 +5,35 @@ A local tensor is a set of boxes of a logical tensor. A column shard is one box;
 vocabulary shard is one box of uneven height; a replicated parameter is one box as large as the tensor. The gradient norm,
 the checkpoint and the parity check read boxes, and know nothing of models, of tensor parallelism or of plugins.
 Splitting a tensor by the layouts of all ranks and merging the pieces is the identity.
+
+[Note: fewer blocks than ranks]
+A model with 2 key/value heads on 4 ranks has each of them on two ranks, and the query heads that read it are dealt out
+over those two. Such a box has holders. Each holder's backward pass yields a share of its gradient, so the shares are
+summed over the holders; the norm counts it on its first holder alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular piece, at `logical` in the logical tensor and at `local` in the local one."""
+    """A rectangular piece, at `logical` in the logical tensor and at `local` in the local one.
+
+    Args:
+        holders: the ranks of the sharded axis that hold this piece, where there are fewer such pieces than ranks; empty
+            where pieces are cut as finely as ranks need it.
+    """
 
     logical: tuple[int, ...]
     local: tuple[int, ...]
     extent: tuple[int, ...]
+    holders: tuple[int, ...] = ()
 
     @property
     def logical_slices(self) -> tuple[slice, ...]:
@@ -30,6 +42,18 @@ class Box:
     @property
     def local_slices(self) -> tuple[slice, ...]:
         return tuple(slice(start, start + n) for start, n in zip(self.local, self.extent))
+
+
+class Range(NamedTuple):
+    """What a rank holds of a dimension, and which ranks hold the same; `holders` as in `Box`."""
+
+    start: int
+    stop: int
+    holders: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -58,19 +82,19 @@ class TensorLayout:
         return TensorLayout(shape, (Box(origin, origin, shape),), (), partial_axes)
 
     @staticmethod
-    def split(shape: Sequence[int], dim: int, ranges: Iterable[tuple[int, int]], axis: str) -> TensorLayout:
+    def split(shape: Sequence[int], dim: int, ranges: Iterable[Range], axis: str) -> TensorLayout:
         """The layout of a tensor cut along `dim`.
 
         Args:
-            ranges: (start, stop) of each piece this rank holds along `dim`, in the order in which they lie locally.
+            ranges: what this rank holds along `dim`, in the order in which it lies locally.
             axis: the mesh axis along which the other pieces are found.
         """
         shape, dim = tuple(shape), dim % len(shape)
         boxes, offset = [], 0
-        for start, stop in ranges:
+        for start, stop, holders in ranges:
             logical, local, extent = [0] * len(shape), [0] * len(shape), list(shape)
             logical[dim], local[dim], extent[dim] = start, offset, stop - start
-            boxes.append(Box(tuple(logical), tuple(local), tuple(extent)))
+            boxes.append(Box(tuple(logical), tuple(local), tuple(extent), holders))
             offset += stop - start
         return TensorLayout(shape, tuple(boxes), (axis,))
 
@@ -115,26 +139,58 @@ def deal(units: int, ranks: int) -> list[tuple[int, int]]:
     return list(zip(starts, starts[1:]))
 
 
+def deal_blocks(blocks: int, ranks: int, parts: int = 1) -> list[Range]:
+    """Deal out blocks to ranks, counted in parts of a block; see [Note: fewer blocks than ranks].
+
+    Where there are at least as many blocks as ranks, blocks stay whole. Where there are fewer, ranks are dealt to blocks,
+    and each rank gets some of its block's parts; a block of one part is held by all its ranks.
+
+    Args:
+        parts: into how many pieces a block may be cut.
+    """
+    if blocks >= ranks:
+        return [Range(start * parts, stop * parts) for start, stop in deal(blocks, ranks)]
+    found: list[Range] = []
+    for block, (first, last) in enumerate(deal(ranks, blocks)):
+        if parts == 1:
+            found += [Range(block, block + 1, tuple(range(first, last)))] * (last - first)
+        else:
+            found += [Range(block * parts + start, block * parts + stop) for start, stop in deal(parts, last - first)]
+    return found
+
+
 def shard_ranges(
-    length: int, rank: int, ranks: int, pieces: Sequence[int] | int = 1, units: int | None = None
-) -> list[tuple[int, int]]:
-    """The (start, stop) ranges that one rank holds of a dimension.
+    length: int,
+    rank: int,
+    ranks: int,
+    pieces: Sequence[int] | int = 1,
+    units: int | None = None,
+    heads: Sequence[int | None] | int | None = None,
+) -> list[Range]:
+    """What one rank holds of a dimension.
 
     Args:
         length: extent of the dimension in the logical tensor.
         pieces: what is fused in it, each part of which is dealt out by itself: a number of equal parts or their sizes.
-        units: number of equal indivisible blocks (attention heads) in each part; by default single entries.
+        units: number of equal blocks (key/value heads, with the query heads that read them) in each part; by default
+            single entries. A block is cut only where there are fewer than ranks.
+        heads: number of heads in each part, for all parts or for each: whole heads are what a block may be cut into;
+            None for blocks that are never cut but held by several ranks.
     """
     sizes = [length // pieces] * pieces if isinstance(pieces, int) else list(pieces)
     if sum(sizes) != length:
         raise ValueError(f"a dimension of {length} is not made of parts {sizes}")
+    counts = list(heads) if isinstance(heads, Sequence) else [heads] * len(sizes)
+    if len(counts) != len(sizes):
+        raise ValueError(f"counts of heads {counts} for parts {sizes}")
     ranges, offset = [], 0
-    for size in sizes:
+    for size, count in zip(sizes, counts):
         blocks = units or size
-        if size % blocks:
-            raise ValueError(f"a part of {size} entries does not consist of {blocks} equal blocks")
-        start, stop = deal(blocks, ranks)[rank]
-        ranges.append((offset + start * (size // blocks), offset + stop * (size // blocks)))
+        fine = count if count is not None and units is not None else blocks
+        if size % fine or fine % blocks:
+            raise ValueError(f"a part of {size} entries does not consist of {blocks} equal blocks of whole heads")
+        start, stop, holders = deal_blocks(blocks, ranks, fine // blocks)[rank]
+        ranges.append(Range(offset + start * (size // fine), offset + stop * (size // fine), holders))
         offset += size
     return ranges
 

@@ -20,8 +20,8 @@ REPLICA_TOLERANCE = (
 def gradient_norm(parameters: Iterable[nn.Parameter], mesh: ParallelMesh, check_replicas: bool = True) -> torch.Tensor:
     """Euclidean norm of the gradient of the logical parameters, the same float64 scalar on every rank.
 
-    A parameter that several ranks hold whole counts once; the pieces of a split one count together. Parameters without
-    a gradient count as zero.
+    A parameter that several ranks hold whole counts once; the pieces of a split one count together, a piece that several
+    ranks hold on the first of them. Parameters without a gradient count as zero.
 
     Args:
         check_replicas: raise where ranks disagree about what they all hold.
@@ -39,7 +39,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], mesh: ParallelMesh, check_
     for param in parameters:
         grads = by_axes.setdefault(layout_of(param).sharded_axes, [])
         if param.grad is not None:
-            grads.append(param.grad)
+            grads += counted_parts(param, param.grad, mesh)
     whole = _norm(by_axes.pop((), []), total.device) ** 2
     total += whole
     for axes, grads in sorted(by_axes.items()):
@@ -51,6 +51,15 @@ def gradient_norm(parameters: Iterable[nn.Parameter], mesh: ParallelMesh, check_
             square = squares.sum(0)
         total += square
     return total.sqrt()
+
+
+def counted_parts(param: nn.Parameter, grad: torch.Tensor, mesh: ParallelMesh) -> list[torch.Tensor]:
+    """The parts of a local gradient that this rank counts: all but the pieces of which it is not the first holder."""
+    layout = layout_of(param)
+    if not any(box.holders for box in layout.boxes):
+        return [grad]
+    mine = [mesh.rank(axis) for axis in layout.sharded_axes]
+    return [grad[box.local_slices] for box in layout.boxes if not box.holders or box.holders[0] in mine]
 
 
 def _check_replicas(squares: torch.Tensor, axis: str) -> None:

@@ -17,6 +17,7 @@ from colonnade.shardformer.words import (
     replicate,
     row,
     shrink,
+    split_norm,
     vocab_embedding,
 )
 
@@ -40,5 +41,6 @@ __all__ = [
     "replicate",
     "row",
     "shrink",
+    "split_norm",
     "vocab_embedding",
 ]

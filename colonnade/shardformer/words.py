@@ -10,12 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from colonnade.shardformer.description import LocalShare, ModulePolicyDescription, SubModuleReplacementDescription
+from colonnade.shardformer.description import (
+    LocalRatio,
+    LocalShare,
+    ModulePolicyDescription,
+    SubModuleReplacementDescription,
+)
 from colonnade.shardformer.layer import (
     DropoutForParallelInput,
     DropoutForReplicatedInput,
     Linear1D_Col,
     Linear1D_Row,
+    ShardedNorm,
     VocabParallelEmbedding1D,
     VocabParallelLMHead1D,
 )
@@ -26,6 +32,7 @@ def col(
     *names: str,
     pieces: int | Sequence[int] = 1,
     units: int | str | None = None,
+    heads: int | str | Sequence[int | str | None] | None = None,
     gather: bool = False,
     optional: bool = False,
 ) -> ModulePolicyDescription:
@@ -33,17 +40,21 @@ def col(
 
     Args:
         pieces: fused parts in the output, each split by itself: a number of equal ones, or sizes.
-        units: indivisible blocks in each part: a number, or the config's name for it.
+        units: blocks in each part that stay together while there are enough of them: a number, or the config's name.
+        heads: heads in each part, into which a block is cut where there are fewer blocks than ranks; one entry for all
+            parts, or one for each. Without it such a block is held by several ranks (keys and values).
         gather: collect the output on every rank.
         optional: a named layer may be missing.
     """
-    kwargs: dict[str, Any] = {"pieces": pieces, "units": units, "gather_output": gather}
+    kwargs: dict[str, Any] = {"pieces": pieces, "units": units, "heads": heads, "gather_output": gather}
     return _replace(names, Linear1D_Col, kwargs, optional)
 
 
-def row(*names: str, units: int | str | None = None, optional: bool = False) -> ModulePolicyDescription:
-    """Row-parallel linear layers, which close the region that `col` opens."""
-    return _replace(names, Linear1D_Row, {"units": units}, optional)
+def row(
+    *names: str, units: int | str | None = None, heads: int | str | None = None, optional: bool = False
+) -> ModulePolicyDescription:
+    """Row-parallel linear layers, which close the region that `col` opens; `units` and `heads` as of its query layer."""
+    return _replace(names, Linear1D_Row, {"units": units, "heads": heads}, optional)
 
 
 def vocab_embedding(name: str, optional: bool = False) -> ModulePolicyDescription:
@@ -51,9 +62,14 @@ def vocab_embedding(name: str, optional: bool = False) -> ModulePolicyDescriptio
     return _replace((name,), VocabParallelEmbedding1D, None, optional)
 
 
-def lm_head(name: str) -> ModulePolicyDescription:
-    """The language-model head, its vocabulary dealt out as the embedding's. The class it stands in may be absent."""
-    description = _replace((name,), VocabParallelLMHead1D, None, False)
+def lm_head(name: str, gather: bool = False) -> ModulePolicyDescription:
+    """The language-model head, its vocabulary dealt out as the embedding's. The class it stands in may be absent.
+
+    Args:
+        gather: collect the logits on every rank, for a model that computes with whole logits (adds a bias of its own to
+            them, scales them token by token) before they reach the loss. Costs an all-gather of all logits.
+    """
+    description = _replace((name,), VocabParallelLMHead1D, {"gather_output": True} if gather else None, False)
     description.optional = True
     return description
 
@@ -68,6 +84,16 @@ def head_norm(*names: str, optional: bool = False) -> ModulePolicyDescription:
     return _replace(names, HeadNorm, None, optional)
 
 
+def split_norm(
+    *names: str, units: int | str | None = None, heads: int | str | None = None, optional: bool = False
+) -> ModulePolicyDescription:
+    """Norms inside the region over the whole dimension that it splits (all heads together, a whole inner width).
+
+    Each rank norms its share with a statistic of all; `units` and `heads` as of the layer whose output is normed.
+    """
+    return _replace(names, ShardedNorm, {"units": units, "heads": heads}, optional)
+
+
 def dropout(*names: str, sharded: bool, optional: bool = False) -> ModulePolicyDescription:
     """Dropout modules whose input is split over ranks (`sharded`: own masks) or whole on each (common masks)."""
     return _replace(names, DropoutForParallelInput if sharded else DropoutForReplicatedInput, None, optional)
@@ -78,9 +104,14 @@ def replicate(*names: str, optional: bool = False) -> ModulePolicyDescription:
     return _replace(names, Replicated, None, optional)
 
 
-def shrink(*attributes: str, units: int | str | None = None) -> ModulePolicyDescription:
+def shrink(*attributes: str, units: int | str | None = None, heads: int | str | None = None) -> ModulePolicyDescription:
     """Numbers that a forward reads from the module (head counts, widths) become this rank's share."""
-    return ModulePolicyDescription(attribute_replacement={name: LocalShare(units) for name in attributes})
+    return ModulePolicyDescription(attribute_replacement={name: LocalShare(units, heads) for name in attributes})
+
+
+def ratio(attribute: str, units: int | str, heads: int | str) -> ModulePolicyDescription:
+    """How many query heads read one key/value head, by which a forward repeats keys and values: this rank's number."""
+    return ModulePolicyDescription(attribute_replacement={attribute: LocalRatio(units, heads)})
 
 
 def method(name: str, function: Callable[..., Any], because: str) -> ModulePolicyDescription:

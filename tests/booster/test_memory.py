@@ -74,6 +74,61 @@ def test_four_ranks_hold_exactly_a_quarter_of_what_is_split(name):
     run_on_ranks(4, shares, name, 4)
 
 
+# configuration, and what each rank holds of a layer: rows of q_proj, of k_proj and v_proj, of gate_proj and up_proj
+UNEVEN = {
+    "2 key/value heads on 4 ranks": ({}, [(8, 8, 16)] * 4),
+    "6 heads on 2 key/value heads, 4 ranks": (
+        {"num_attention_heads": 6, "hidden_size": 48},
+        [(16, 8, 16), (8, 8, 16), (16, 8, 16), (8, 8, 16)],
+    ),
+    "1 key/value head on 2 ranks, with biases": (
+        {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True},
+        [(16, 8, 32)] * 2,
+    ),
+    "9 heads on 3 key/value heads, 2 ranks": (
+        {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72},
+        [(48, 16, 32), (24, 8, 32)],
+    ),
+    "an odd width, 2 ranks": ({"intermediate_size": 37}, [(16, 8, 19), (16, 8, 18)]),
+}
+
+
+def bytes_of_uneven_shares(overrides, by_rank):
+    """Bytes of all parameters, gradients and states of this rank; each of them is what the rank should hold."""
+    queries, keys, width = by_rank[torch.distributed.get_rank()]
+    model, optimizer, whole = trained("LL", len(by_rank), **overrides)
+    rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "gate_proj": width, "up_proj": width}
+    columns = {"o_proj": queries, "down_proj": width}
+    held = 0
+    for key, parameter in model.named_parameters():
+        _, module, kind = (".." + key).rsplit(".", 2)
+        shape = list(whole[key])
+        if module in rows:
+            shape[0] = rows[module]
+        elif module in columns and kind == "weight":
+            shape[1] = columns[module]
+        elif module in ("embed_tokens", "lm_head"):
+            shape[0] //= len(by_rank)
+        assert tuple(parameter.shape) == layout_of(parameter).local_shape == tuple(shape), key
+        state = optimizer.state[parameter]
+        tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+        assert [nbytes(tensor) for tensor in tensors] == [4 * prod(shape)] * 4, key
+        held += sum(nbytes(tensor) for tensor in tensors)
+    return held
+
+
+@pytest.mark.parametrize("case", UNEVEN)
+def test_uneven_and_shared_heads_take_exactly_the_bytes_of_their_layout(case):
+    overrides, by_rank = UNEVEN[case]
+    config = tiny_model("LL", **overrides).config
+    found = run_on_ranks(len(by_rank), bytes_of_uneven_shares, overrides, by_rank)
+    for (queries, keys, width), held in zip(by_rank, found):
+        hidden, layers = config.hidden_size, config.num_hidden_layers
+        cut = layers * (2 * queries + 2 * keys + 3 * width) * hidden + 2 * 64 // len(by_rank) * hidden
+        biases = layers * (queries + 2 * keys + 2 * width + 2 * hidden) if config.attention_bias else 0
+        assert held == 16 * (cut + biases + (2 * layers + 1) * hidden)
+
+
 def of_an_odd_vocabulary():
     model, optimizer, _ = trained("LT", 2, vocab_size=67)
     weight = model.lm_head.weight

@@ -99,6 +99,58 @@ def test_norms_inside_the_heads_add_their_own_small_gradients():
     assert book.elements["all_reduce", "tp"] == wide + 2 * layers * config.head_dim
 
 
+def step_with_scarce_heads(name, tp_size, overrides, more_calls, more_elements):
+    """4L + 2 all-reduces of hidden states, and beside them in each layer so many more of so many elements together."""
+    booster, model, optimizer = boosted(name, HybridParallelPlugin(tp_size=tp_size, precision="fp32"), **overrides)
+    config = model.unwrap().config
+    layers, wide = config.num_hidden_layers, B * S * config.hidden_size
+    for _ in range(2):
+        forward, backward, step = count_step(booster, model, optimizer)
+        assert forward.calls["all_reduce", "tp"] == 2 * layers + 1
+        assert forward.elements["all_reduce", "tp"] == (2 * layers + 1) * wide
+        assert backward.calls["all_reduce", "tp"] == (2 + more_calls) * layers + 1
+        assert backward.elements["all_reduce", "tp"] == (2 * layers + 1) * wide + layers * more_elements
+        assert set(step.calls) == {("all_gather", "tp")}
+        assert step.elements["all_gather", "tp"] / tp_size <= 2
+
+
+# model, ranks, configuration, and what each layer adds: calls, and elements of all of them. Heads are 8 wide
+SCARCE = {
+    "1 key/value head on 2": ("LL", 2, {"num_key_value_heads": 1}, 2, 2 * 8 * 32),
+    "1 key/value head on 4": ("LL", 4, {"num_key_value_heads": 1}, 2, 2 * 8 * 32),
+    "2 key/value heads on 4": ("LL", 4, {"num_key_value_heads": 2}, 2, 2 * 16 * 32),
+    "tied, 2 key/value heads on 4": ("LT", 4, {"num_key_value_heads": 2}, 2, 2 * 16 * 32),
+    "2 key/value heads on 3": ("LL", 3, {"num_key_value_heads": 2}, 2, 2 * 16 * 32),
+    "with biases": ("LL", 4, {"num_key_value_heads": 2, "attention_bias": True}, 4, 2 * 16 * 32 + 2 * 16),
+    "qwen2, which has biases": ("qwen2", 4, {"num_key_value_heads": 2}, 4, 2 * 16 * 32 + 2 * 16),
+    "qwen3, with head norms": ("qwen3", 2, {"num_key_value_heads": 1}, 4, 2 * 8 * 32 + 2 * 8),
+}
+
+
+@pytest.mark.parametrize("case", SCARCE)
+def test_heads_that_several_ranks_hold_add_one_all_reduce_of_all_of_them_for_each_parameter(case):
+    name, tp_size, overrides, calls, elements = SCARCE[case]
+    run_on_ranks(tp_size, step_with_scarce_heads, name, tp_size, overrides, calls, elements)
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_heads_that_do_not_divide_add_nothing(tp_size):
+    """Nine heads, each with a key/value head of its own."""
+    overrides = {"num_attention_heads": 9, "num_key_value_heads": 9, "hidden_size": 72}
+    run_on_ranks(tp_size, tensor_parallel_step, "LL", tp_size, 4 + 2, overrides)
+
+
+@on_ranks(2)
+def test_frozen_keys_that_both_ranks_hold_are_not_summed():
+    model = tiny_model("LL", vocab_size=VOCAB, num_key_value_heads=1)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("k_proj" not in name)
+    booster = Booster(plugin=HybridParallelPlugin(tp_size=2, precision="fp32"))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad]))
+    _, backward, _ = count_step(booster, model, optimizer)
+    assert backward.calls["all_reduce", "tp"] == 3 * 4 + 1, "v_proj alone adds one to each of four layers"
+
+
 def recomputed(name, use_reentrant, again):
     booster, model, optimizer = boosted(name, HybridParallelPlugin(tp_size=2, precision="fp32"))
     user = model.unwrap()

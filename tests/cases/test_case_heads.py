@@ -1,49 +1,65 @@
-"""HEAD-1 (b): head counts that do not divide are refused at once. HEAD-2: a fused qkv weight is split part by part."""
+"""HEAD-1: fewer key/value heads than ranks, and heads that do not divide. HEAD-2: a fused qkv weight is split by parts."""
 
 import pytest
 import torch
-import torch.distributed as dist
-from field_cases import GRADIENT, LOSS, Boosted, Single, assert_close, assert_equal_bits, make_plugin, sgd, whole_batch
+from field_cases import GRADIENT, LOSS, WEIGHT, Boosted, Single, Trained, adamw, assert_close, whole_batch
 from safetensors.torch import load_file
 from torch.optim import SGD
 from transformers import AutoModelForCausalLM
 
-import colonnade
-from colonnade.booster import Booster
-from colonnade.errors import ConfigError
+from colonnade.cluster.mesh import Axis
+from colonnade.comm.collectives import all_gather_object
 from colonnade.testing.ranks import run_on_ranks
 from colonnade.testing.tiny import ids, tiny_model
 
-
-def refused():
-    """Boost a model of 6 heads on 4 tensor-parallel ranks; what is said, what was sent, and what is left."""
-    model = tiny_model("LL", num_attention_heads=6, num_key_value_heads=6, hidden_size=48)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    classes = [type(module) for module in model.modules()]
-    plugin = make_plugin("tp4")
-    with colonnade.ledger() as ledger, pytest.raises(ConfigError) as caught:
-        Booster(plugin=plugin).boost(model, sgd(model))
-    assert isinstance(caught.value, ValueError)
-    assert_equal_bits(dict(model.named_parameters()), before)
-    assert [type(module) for module in model.modules()] == classes
-    one = torch.ones(1)
-    dist.all_reduce(one)
-    run = Boosted("tp2", model)  # the same objects, with a size that the message names
-    return str(caught.value), dict(ledger.calls), one.item(), run.step(whole_batch())
+K_PROJ = "model.layers.0.self_attn.k_proj.weight"
 
 
-def test_heads_that_do_not_divide_are_refused_on_every_rank_before_any_collective():
-    model = tiny_model("LL", num_attention_heads=6, num_key_value_heads=6, hidden_size=48)
-    one = Single(model).step(whole_batch())
-    answers = run_on_ranks(4, refused)
-    assert len({message for message, *_ in answers}) == 1
-    for message, calls, ones, loss in answers:
-        assert "tp_size=4 does not fit LlamaForCausalLM" in message
-        assert "6 = 4 × 1 + 2" in message
-        assert "tp_size=1 or 2" in message
-        assert ones == 4
+def scarce(**overrides):
+    return tiny_model("LL", **overrides)
+
+
+def by_layout(tp, path, overrides):
+    """Loss and gradients of one step, weights after three of AdamW, the ranks' k_proj, and what is saved."""
+    run = Boosted(f"tp{tp}", scarce(**overrides))
+    loss = run.backward(whole_batch())
+    gradients = run.gradients_by_step()
+    adam = Boosted(f"tp{tp}", scarce(**overrides), adamw)
+    for _ in range(3):
+        adam.step(whole_batch())
+    adam.booster.save_model(adam.model, path)
+    key = adam.user.get_parameter(K_PROJ).detach()
+    return loss, gradients, adam.weights(), all_gather_object(key, Axis.of(None))
+
+
+def trained(overrides):
+    return Trained(lambda: scarce(**overrides), adamw, [whole_batch()] * 3)
+
+
+def test_one_key_value_head_is_held_by_both_ranks_and_its_gradient_is_their_sum(tmp_path):
+    overrides = {"num_key_value_heads": 1}
+    one, wanted = Single(scarce(**overrides)).step(whole_batch()), trained(overrides)
+    assert one.losses[0] == pytest.approx(4.673724, abs=1e-6)
+    for loss, gradients, weights, keys in run_on_ranks(2, by_layout, 2, tmp_path / "model", overrides):
+        assert loss == pytest.approx(4.673724, abs=LOSS)
+        assert_close(gradients, one.gradients, GRADIENT)
+        assert gradients[K_PROJ].norm().item() == pytest.approx(0.787613, abs=1e-5)
+        assert torch.equal(*keys)
+        wanted.assert_weights(weights)
+    assert load_file(tmp_path / "model" / "model.safetensors")[K_PROJ].shape == (8, 32)
+
+
+def test_heads_that_do_not_divide_are_dealt_out(tmp_path):
+    """6 heads on 4 ranks: 2 + 2 + 1 + 1."""
+    overrides = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}
+    one = Single(scarce(**overrides)).step(whole_batch())
+    by_rank = run_on_ranks(4, by_layout, 4, tmp_path / "model", overrides)
+    for loss, gradients, _, keys in by_rank:
         assert loss == pytest.approx(one.losses[0], abs=LOSS)
-        assert calls == {}
+        assert_close(gradients, one.gradients, GRADIENT)
+        assert [len(key) for key in keys] == [16, 16, 8, 8]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert_close(dict(loaded.named_parameters()), by_rank[0][2], WEIGHT)
 
 
 def fused_qkv(tp, path):

@@ -12,7 +12,7 @@ from hub_models import assert_holds_its_boxes, build, shard
 from colonnade.checkpoint import hub_load, load_model, save_model
 from colonnade.cluster.mesh import ParallelMesh
 from colonnade.errors import CheckpointError
-from colonnade.model.layout import TensorLayout, set_layout
+from colonnade.model.layout import Range, TensorLayout, set_layout
 from colonnade.testing.ranks import RankFailure, run_on_ranks
 
 QUICK_S = 20.0  # the group's own time-out is minutes
@@ -110,11 +110,12 @@ def fail_on_the_other_rank(folder):
     model = shard(build("llama"), mesh)
     weight = model.model.layers[1].self_attn.q_proj.weight
     if mesh.world.rank == 1:
-        set_layout(weight, TensorLayout.split((64, 32), 0, [(0, 32)], "tp"))  # of another model
+        set_layout(weight, TensorLayout.split((64, 32), 0, [Range(0, 32)], "tp"))  # of another model
     wrong_shape = expect_failure(model, folder, mesh, "q_proj")
     if mesh.world.rank == 1:
         set_layout(
-            weight, TensorLayout.split((32, 32), 0, [(0, 16)], "tp").named("model.layers.1.self_attn.q_proj.weight")
+            weight,
+            TensorLayout.split((32, 32), 0, [Range(0, 16)], "tp").named("model.layers.1.self_attn.q_proj.weight"),
         )
     twice_the_same = expect_failure(model, folder, mesh, "do not hold all of")
     if mesh.world.rank == 1:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from colonnade.checkpoint import hub_save, load_model, save_model
 from colonnade.cluster.mesh import ParallelMesh
 from colonnade.comm.ledger import ledger
-from colonnade.model.layout import TensorLayout, set_layout
+from colonnade.model.layout import Range, TensorLayout, set_layout
 from colonnade.testing.ranks import run_on_ranks
 
 
@@ -108,7 +108,7 @@ def save_replicated_heads(path):
     for name, parameter in model.named_parameters():
         if "k_proj" in name or "v_proj" in name:
             parameter.data = whole.get_parameter(name).data
-            set_layout(parameter, TensorLayout.split(parameter.shape, 0, [(0, 8)], "tp").named(name))
+            set_layout(parameter, TensorLayout.split(parameter.shape, 0, [Range(0, 8, (0, 1))], "tp").named(name))
     save_model(model, path, mesh)
 
 
@@ -166,7 +166,7 @@ def save_and_load_plain(path):
     reference = copy.deepcopy(model).state_dict()
     for name in ("levels", "mask"):
         buffer = model.get_buffer(name)
-        layout = TensorLayout.split(buffer.shape, 0, [[(0, 2), (2, 3)][mesh.rank("tp")]], "tp")
+        layout = TensorLayout.split(buffer.shape, 0, [[Range(0, 2), Range(2, 3)][mesh.rank("tp")]], "tp")
         setattr(model, name, layout.extract(buffer))
         set_layout(model.get_buffer(name), layout)
     save_model(model, path, mesh)

@@ -46,8 +46,8 @@ def llama_folder(folder: Path, **changes: object) -> Path:
     [
         ("--preset tinny", ["no preset called 'tinny'", "--preset tiny"]),
         (
-            "--preset nano --tp 4",
-            ["tp_size=4 does not fit LlamaForCausalLM", "6 = 4 × 1 + 2", "tp_size=1 or 2 or 3 or 6"],
+            "--preset nano --tp 7",
+            ["tp_size=7 does not fit LlamaForCausalLM", "num_attention_heads  6 for 7 ranks", "tp_size=6 or less"],
         ),
         ("--preset nano --dp 3", ["--batch", "16 sequences cannot be shared equally by 3", "try 15 or 18"]),
         ("--preset nano --nproc 4 --tp 3", ["4 processes cannot be laid out as --tp 3", "--tp 1 or 2 or 4"]),
@@ -106,6 +106,14 @@ def test_good_arguments_start_tp_times_dp_processes_and_leave_no_work_folder(tex
     assert started == [6]
     assert "tp 3 × dp 2" in capsys.readouterr().out
     assert [file.name for file in output.iterdir()] == ["run.json"]
+
+
+def test_heads_that_do_not_divide_are_no_mistake(text, tmp_path, started, capsys):
+    """Six heads on four ranks. It is the ranks that say so, once."""
+    arguments = ["--preset", "nano", "--tp", "4", "--seq", "16", "--data", str(text), "--output", str(tmp_path / "out")]
+    assert main(["train", *arguments]) == 0
+    assert started == [4]
+    assert "uneven" not in capsys.readouterr().err
 
 
 def test_default_is_the_tiny_preset_and_a_lower_rate_for_a_given_model():

@@ -56,10 +56,13 @@ def one_process(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-@pytest.mark.parametrize("layout", ["--tp 3", "--tp 2 --dp 2 --microbatch-size 3"])
+@pytest.mark.parametrize("layout", ["--tp 3", "--tp 4", "--tp 2 --dp 2 --microbatch-size 3"])
 def test_losses_are_those_of_one_process(layout, text, one_process, tmp_path):
     result = train(COMMON + layout, text, tmp_path / "out")
     assert result.returncode == 0, result.stdout + result.stderr
+    uneven = result.stderr.count("shares LlamaForCausalLM out unevenly")
+    assert uneven == (layout == "--tp 4"), "six heads on four ranks are told once"
+    assert not uneven or "num_attention_heads 6 = 2 + 2 + 1 + 1" in result.stderr
     ours, reference = metrics(tmp_path / "out"), metrics(one_process)
     assert [line["step"] for line in ours] == [1, 2, 3, 4, 5, 6]
     for mine, other in zip(ours, reference):

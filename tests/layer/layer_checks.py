@@ -27,14 +27,37 @@ def with_noise(module, seed=1, dtype=torch.float64):
     return module
 
 
-def positions(length, axis, pieces=1, units=None):
+def positions(length, axis, pieces=1, units=None, heads=None):
     """Which entries of a dimension this rank should hold, worked out without the library."""
-    held = []
+    return torch.cat([mine for mine, _ in _held_parts(length, axis, pieces, units, heads)])
+
+
+def shares(length, axis, pieces=1, units=None, heads=None):
+    """For each entry that this rank holds a share of 1: what its holders have together. Unequal shares for them."""
+    found = []
+    for mine, holders in _held_parts(length, axis, pieces, units, heads):
+        weights = [1.0 + holders.index(rank) for rank in holders]
+        found.append(torch.full((len(mine),), weights[holders.index(axis.rank)] / sum(weights), dtype=torch.float64))
+    return torch.cat(found)
+
+
+def _held_parts(length, axis, pieces, units, heads):
+    """For each part the entries that this rank holds, and the ranks that hold the same."""
     parts = torch.arange(length).split(length // pieces if isinstance(pieces, int) else list(pieces))
-    for part in parts:
+    counts = heads if isinstance(heads, (list, tuple)) else [heads] * len(parts)
+    for part, count in zip(parts, counts):
         blocks = part.view(units or len(part), -1)
-        held.append(blocks.tensor_split(axis.size)[axis.rank].reshape(-1))
-    return torch.cat(held)
+        if len(blocks) >= axis.size:
+            yield blocks.tensor_split(axis.size)[axis.rank].reshape(-1), [axis.rank]
+            continue
+        groups = torch.arange(axis.size).tensor_split(len(blocks))  # the ranks that share each block
+        block = next(i for i, ranks in enumerate(groups) if axis.rank in ranks.tolist())
+        ranks = groups[block].tolist()
+        if count is None:
+            yield blocks[block], ranks
+        else:
+            of_heads = blocks[block].view(count // len(blocks), -1).tensor_split(len(ranks))
+            yield of_heads[ranks.index(axis.rank)].reshape(-1), [axis.rank]
 
 
 def take(tensor, held):
@@ -42,11 +65,12 @@ def take(tensor, held):
     return tensor.detach().clone() if held is None else tensor.detach()[..., held].clone()
 
 
-def assert_same_as_native(layer, native, x, into=None, out=None, close=None):
+def assert_same_as_native(layer, native, x, into=None, out=None, close=None, share=None):
     """Forward and backward of both with the same whole input and the same whole output gradient.
 
     Args:
         into, out: entries of the input's and the output's last dimension that are on this rank; None for all.
+        share: this rank's share of the output gradient of each entry of `out`, where several ranks hold it.
         close: tolerances of `torch.testing.assert_close`.
     """
     close = EXACT if close is None else close
@@ -59,7 +83,7 @@ def assert_same_as_native(layer, native, x, into=None, out=None, close=None):
     wanted, found = native(whole), layer(mine)
     upstream = noise(*wanted.shape, seed=5, dtype=wanted.dtype)
     wanted.backward(upstream)
-    found.backward(take(upstream, out))
+    found.backward(take(upstream, out) if share is None else take(upstream, out) * share)
     torch.testing.assert_close(found, take(wanted, out), **close)
     if x.is_floating_point():
         torch.testing.assert_close(mine.grad, take(whole.grad, into), **close)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from layer_checks import assert_holds_weights_of, assert_same_as_native, noise, positions, with_noise
+from layer_checks import assert_holds_weights_of, assert_same_as_native, noise, positions, shares, with_noise
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -32,34 +32,46 @@ COLUMNS = [
     {"out": 18, "pieces": 3},
     {"out": 21, "pieces": 3},
     {"out": 24, "pieces": 3, "units": 4},
-    {"out": 14, "pieces": (8, 3, 3)},
+    {"out": 19, "pieces": (9, 5, 5)},
     {"out": 32, "pieces": (16, 8, 8), "units": 4},
+    {"out": 36, "units": 9},
+    # fewer blocks than ranks: held by several, or cut into heads
+    {"out": 4, "units": 1},
+    {"out": 6, "units": 2},
+    {"out": 24, "units": 2, "heads": 6},
+    {"out": 20, "pieces": (16, 2, 2), "units": 1, "heads": (8, None, None)},
+    {"out": 32, "pieces": (24, 4, 4), "units": 2, "heads": (6, None, None)},
+    {"out": 30, "pieces": 3, "units": 1, "heads": 5},
 ]
 
 
-def column_layer_alone(native_class, layer_class, out, pieces=1, units=None, bias=True):
+def column_layer_alone(native_class, layer_class, out, pieces=1, units=None, heads=None, bias=True):
     axis = Axis.of(None)
     native = with_noise(nn.Linear(7, out, bias=bias) if native_class is nn.Linear else Conv1D(out, 7))
     x = noise(2, 5, 7)
     for gather in (False, True):
         given = copy.deepcopy(native)
         weight = given.weight
-        options = {"gather_output": gather, "pieces": pieces, "units": units}
+        options = {"gather_output": gather, "pieces": pieces, "units": units, "heads": heads}
         layer = layer_class.from_native_module(given, axis, **options)
         assert layer.weight is weight, "the Parameter is the one that was given"
         assert_holds_weights_of(layer, native)
-        held = positions(out, axis, pieces, units)
+        cut = (out, axis, pieces, units, heads)
+        held = positions(*cut)
         assert layer.out_features == len(held)
-        assert_same_as_native(layer, native, x, out=None if gather else held)
+        if gather:  # every rank has the whole output, and its whole gradient
+            assert_same_as_native(layer, native, x)
+        else:
+            assert_same_as_native(layer, native, x, out=held, share=shares(*cut))
         assert f"of {out} columns on tp {axis.rank}/{axis.size}" in repr(layer)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_column_parallel_linear_layer_equals_the_native_one(world):
     run_on_ranks(world, every_column_case, nn.Linear, Linear1D_Col)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_column_parallel_conv1d_equals_the_native_one(world):
     run_on_ranks(world, every_column_case, Conv1D, Conv1D_Col)
 
@@ -98,26 +110,36 @@ def test_a_fused_layer_made_by_its_constructor_has_three_parts_too():
     assert_same_as_native(layer, native, noise(2, 5, 7), out=positions(24, axis, 3))
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_row_parallel_layer_equals_the_native_one(world):
     run_on_ranks(world, every_row_case)
 
 
+ROWS = [  # width, blocks, heads
+    (12, None, None),
+    (11, None, None),
+    (20, 5, None),
+    (36, 9, None),
+    (24, 2, 6),
+    (16, 1, 4),
+]
+
+
 def every_row_case():
     axis = Axis.of(None)
-    for width, units, bias in ((12, None, True), (11, None, True), (11, None, False), (20, 5, True)):
-        native = with_noise(nn.Linear(width, 7, bias=bias))
-        row_layer_alone(Linear1D_Row, native, width, units, axis)
-        if bias:
-            row_layer_alone(Conv1D_Row, with_noise(Conv1D(7, width)), width, units, axis)
+    for width, units, heads in ROWS:
+        row_layer_alone(Linear1D_Row, with_noise(nn.Linear(width, 7)), width, units, heads, axis)
+        row_layer_alone(Conv1D_Row, with_noise(Conv1D(7, width)), width, units, heads, axis)
+    row_layer_alone(Linear1D_Row, with_noise(nn.Linear(11, 7, bias=False)), 11, None, None, axis)
 
 
-def row_layer_alone(layer_class, native, width, units, axis):
-    held = positions(width, axis, 1, units)
+def row_layer_alone(layer_class, native, width, units, heads, axis):
+    held = positions(width, axis, 1, units, heads)
     for parallel_input in (True, False):
         given = copy.deepcopy(native)
         weight, bias = given.weight, given.bias
-        layer = layer_class.from_native_module(given, axis, parallel_input=parallel_input, units=units)
+        options = {"parallel_input": parallel_input, "units": units, "heads": heads}
+        layer = layer_class.from_native_module(given, axis, **options)
         assert layer.weight is weight and layer.bias is bias
         assert layer.in_features == len(held)
         assert_holds_weights_of(layer, native)
@@ -262,8 +284,45 @@ def test_a_module_of_another_kind_is_refused():
 
 
 @on_ranks(3)
-def test_fewer_blocks_than_ranks_are_refused_on_every_rank():
+def test_a_share_of_nothing_is_refused_on_every_rank():
     with pytest.raises(ConfigError, match=r"the output of Linear1D_Col has 2 entries to share out over 3 ranks of tp"):
         Linear1D_Col.from_native_module(nn.Linear(4, 2))
-    with pytest.raises(ConfigError, match=r"the input of Linear1D_Row has 2 blocks .*\n.*\n.*tp_size=2 or less"):
+    with pytest.raises(ConfigError, match=r"the input of Linear1D_Row has 2 heads .*\n.*\n.*tp_size=2 or less"):
         Linear1D_Row.from_native_module(nn.Linear(4, 4), units=2)
+    with pytest.raises(ConfigError, match=r"the output of Linear1D_Col has 2 heads .*\n.*\n.*tp_size=2 or less"):
+        Linear1D_Col.from_native_module(nn.Linear(4, 6), pieces=3, units=1, heads=[2, None, None])
+
+
+@on_ranks(4)
+def test_the_gradient_of_a_block_that_several_ranks_hold_is_summed_in_each_backward_pass():
+    """Two blocks of 3 entries on four ranks: summed in place of the two, whichever rank holds them."""
+    axis, x = Axis.of(None), noise(5, 7)
+    native = with_noise(nn.Linear(7, 6))
+    layer = Linear1D_Col.from_native_module(copy.deepcopy(native), axis, units=2)
+    held, share = positions(6, axis, 1, 2), shares(6, axis, 1, 2)
+    upstream = noise(5, 6, seed=5)
+    native(x).backward(upstream)
+    for times in (1, 2):
+        with ledger() as book:
+            layer(x).backward(upstream[:, held] * share)
+        torch.testing.assert_close(layer.weight.grad, times * native.weight.grad[held])
+        torch.testing.assert_close(layer.bias.grad, times * native.bias.grad[held])
+        assert book.calls["all_reduce", "tp"] == 2, "weight and bias; the input needs no gradient"
+        assert book.elements["all_reduce", "tp"] == 6 * 7 + 6
+
+
+@on_ranks(2)
+def test_a_block_that_both_ranks_hold_may_be_frozen_and_thawed():
+    axis, x = Axis.of(None), noise(5, 7)
+    native = with_noise(nn.Linear(7, 3))
+    native(x).backward(noise(5, 3, seed=5))
+    layer = Linear1D_Col.from_native_module(copy.deepcopy(native), axis, units=1)
+    upstream = noise(5, 3, seed=5) * shares(3, axis, 1, 1)
+    layer.weight.requires_grad_(False)
+    with ledger() as book:
+        layer(x).backward(upstream)
+    assert layer.weight.grad is None
+    assert book.elements["all_reduce", "tp"] == 3, "the bias alone"
+    layer.weight.requires_grad_(True)
+    layer(x).backward(upstream)
+    torch.testing.assert_close(layer.weight.grad, native.weight.grad)

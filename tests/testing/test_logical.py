@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from colonnade.cluster.mesh import Axis
-from colonnade.model.layout import TensorLayout, set_layout, shard_ranges
+from colonnade.model.layout import Range, TensorLayout, set_layout, shard_ranges
 from colonnade.testing.logical import assemble, canonical_names, gather_parameters
 from colonnade.testing.ranks import on_ranks
 
@@ -14,7 +14,7 @@ WHOLE = torch.arange(24.0).view(6, 4)
 
 
 def piece(ranges, dim=0):
-    layout = TensorLayout.split(WHOLE.shape, dim, ranges, "tp")
+    layout = TensorLayout.split(WHOLE.shape, dim, [Range(*of) for of in ranges], "tp")
     return layout.extract(WHOLE), layout
 
 

@@ -67,10 +67,10 @@ def test_each_module_of_a_llama_is_told_with_its_reason():
     block = "model.layers.0–31"
     q, k = found[f"{block}.self_attn.q_proj"], found[f"{block}.self_attn.k_proj"]
     assert (q.kind, q.rule) == ("column", "LlamaAttention")
-    assert "2,048 of 4,096 columns (4 of 8 num_key_value_heads)" in q.why
+    assert "2,048 of 4,096 columns (16 of 32 num_attention_heads)" in q.why
     assert "entered once, for q_proj, k_proj and v_proj" in q.why
     assert q.traffic == (Traffic("all_reduce", "backward", per_token=4096),)
-    assert "enters with q_proj" in k.why and not k.traffic
+    assert "512 of 1,024 columns (4 of 8 num_key_value_heads); enters with q_proj" in k.why and not k.traffic
     assert (k.parameters, k.local_parameters) == (1024 * 4096, 512 * 4096)
     o = found[f"{block}.self_attn.o_proj"]
     assert o.kind == "row" and o.traffic == (Traffic("all_reduce", "forward", per_token=4096),)
@@ -183,11 +183,10 @@ def test_layers_that_differ_are_not_folded():
     assert [(n.name, n.count) for n in folded] == [("0–1", 2), ("2", 1), ("3–5", 3), ("norm", 1)]
 
 
-def counted(model_type):
-    """What a step really communicates over tp, and the parameters that rank 0 really holds."""
-    config = small(model_type)
-    model = twin_model(config)
-    booster = Booster(plugin=HybridParallelPlugin(tp_size=2, precision="fp32"))
+def counted(model_type, tp=2, fields=None):
+    """What a step really communicates over tp, and the parameters that the rank really holds."""
+    model = twin_model(configured(model_type, fields))
+    booster = Booster(plugin=HybridParallelPlugin(tp_size=tp, precision="fp32"))
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     ids = torch.randint(3, 60, (3, 10), generator=torch.Generator().manual_seed(0))
     with colonnade.ledger() as book:
@@ -196,22 +195,96 @@ def counted(model_type):
     return {op: (n, book.elements[op, axis]) for (op, axis), n in book.calls.items() if axis == "tp"}, held
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gpt2", "opt"])
-def test_calls_elements_and_parameters_are_those_of_a_real_step(model_type):
-    explanation = explain_config(small(model_type), 2)
-    (real, held), _ = run_on_ranks(2, counted, model_type)
+def told_of(explanation):
+    """Calls and elements of each operation in a step of 3 rows of 10 tokens."""
     told = {}
     for traffic, times in explanation.tree.messages():
         calls, elements = told.get(traffic.operation, (0, 0))
         size = traffic.per_token * 3 * 10 + traffic.fixed
         told[traffic.operation] = (calls + times, elements + times * size)
-    assert told == real
-    assert explanation.tree.local_total == held
+    return told
 
 
-def test_sizes_that_do_not_divide_are_refused_with_the_sharders_words():
-    with pytest.raises(ConfigError, match=r"tp_size=3 does not fit LlamaForCausalLM"):
-        explain_config(LlamaConfig(**LLAMA_8B), 3)
+def configured(model_type, fields):
+    """A small configuration; one with `fields` keeps these."""
+    config = small(model_type)
+    for name, value in (fields or {}).items():
+        setattr(config, name, value)
+    return config
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gpt2", "opt"])
+def test_calls_elements_and_parameters_are_those_of_a_real_step(model_type):
+    explanation = explain_config(small(model_type), 2)
+    (real, held), _ = run_on_ranks(2, counted, model_type)
+    assert told_of(explanation) == real
+    assert explanation.tree.local_total == explanation.fullest == held
+    assert not explanation.uneven
+
+
+def heads(queries, keys):
+    return {"num_attention_heads": queries, "num_key_value_heads": keys, "head_dim": 8, "hidden_size": 8 * queries}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tp", "fields"),
+    [
+        ("llama", 2, heads(9, 3)),
+        ("llama", 2, heads(4, 1)),
+        ("llama", 4, heads(6, 2) | {"attention_bias": True}),
+        ("llama", 3, heads(6, 2)),
+        ("qwen2", 4, heads(8, 2)),
+        ("qwen3", 2, heads(4, 1)),
+    ],
+)
+def test_what_is_told_of_uneven_and_shared_heads_is_what_happens(model_type, tp, fields):
+    explanation = explain_config(configured(model_type, fields), tp)
+    by_rank = run_on_ranks(tp, counted, model_type, tp, fields)
+    for real, _ in by_rank:
+        assert told_of(explanation) == real
+    assert explanation.tree.local_total == by_rank[0][1]
+    assert explanation.fullest == max(held for _, held in by_rank)
+
+
+def test_heads_that_several_ranks_hold_are_told():
+    explanation = explain_config(LlamaConfig(**LLAMA_8B | {"num_key_value_heads": 2}), 8)
+    found = nodes(explanation)
+    k, q = found["model.layers.0–31.self_attn.k_proj"], found["model.layers.0–31.self_attn.q_proj"]
+    assert "128 of 256 columns (1 of 2 num_key_value_heads)" in k.why
+    assert k.why.endswith("held by 4 ranks, gradient summed")
+    assert k.traffic == (Traffic("all_reduce", "backward", fixed=2 * 128 * 4096),)
+    assert "(4 of 32 num_attention_heads)" in q.why and "held by" not in q.why
+    assert explanation.formula == "4·32 + 2 = 130", "the sums of shared gradients are counted apart"
+    assert explanation.other_traffic[k.traffic[0]] == 64
+    assert "and 64 × backward all-reduce of 1048576 elements" in plain_text(explanation, "")
+    assert not explanation.uneven
+
+
+def test_the_memory_is_that_of_the_fullest_rank():
+    """Six query heads on two key/value heads, three ranks: 2 + 1 + 3."""
+    explanation = explain_config(configured("llama", heads(6, 2)), 3)
+    text = plain_text(explanation, "")
+    assert explanation.fullest > explanation.tree.local_total
+    assert f"{explanation.tree.local_total:,} on rank 0" in text and f", {explanation.fullest:,} on the fullest" in text
+    assert explanation.to_json()["totals"]["local_fp32_bytes"] == 4 * explanation.fullest
+    assert "num_attention_heads 6 = 2 + 1 + 3" in text and "shares LlamaForCausalLM out unevenly" in text
+
+
+def test_a_fused_layer_says_which_of_its_parts_are_shared():
+    class Fused(Policy):
+        def module_policy(self):
+            return {"LlamaMLP": col("up_proj", pieces=(16, 24, 24), units=2, heads=(4, None, None))}
+
+    explanation = explain_config(configured("llama", {"intermediate_size": 64}), 4, Fused())
+    up = nodes(explanation)["model.layers.0–1.mlp.up_proj"]
+    assert "28 of 64 columns (1 of 4 heads), 3 fused parts each by itself" in up.why
+    assert "parts 2 and 3 of 3 held by 2 ranks, gradient summed" in up.why
+    assert up.traffic[1] == Traffic("all_reduce", "backward", fixed=2 * (12 + 12) * 64)
+
+
+def test_a_rank_that_would_hold_nothing_is_refused_with_the_sharders_words():
+    with pytest.raises(ConfigError, match=r"tp_size=33 does not fit LlamaForCausalLM"):
+        explain_config(LlamaConfig(**LLAMA_8B), 33)
 
 
 @pytest.mark.parametrize("form", ["folder", "file"])

@@ -14,10 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConf
 
 from colonnade.cli.main import main
 from colonnade.errors import PolicyError
-from colonnade.model.twin import VOCAB, shrink
+from colonnade.model.twin import VOCAB, shrink, twin_model
+from colonnade.shardformer.inference.probe import TOKENS
 from colonnade.testing.ranks import run_on_ranks
 from colonnade.tools.explain.choice import find_config
-from colonnade.tools.verify.batches import TOKENS, make_batches
+from colonnade.tools.verify.batches import make_batches
 from colonnade.tools.verify.certificate import certificate_text, make_certificate, write_certificate
 from colonnade.tools.verify.check import run_job
 from colonnade.tools.verify.job import Job, Layout, prepare
@@ -67,12 +68,28 @@ def test_a_family_with_a_policy_is_the_same(tmp_path, model):
         ("llama", {"tp": 2}, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
         ("opt", {"tp": 2}, {"hidden_size": 1024, "word_embed_proj_dim": 512, "num_attention_heads": 16}),
         ("gpt2", {"tp": 1, "dp": 2}, {}),
+        ("llama", {"tp": 2}, {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}),
+        ("llama", {"tp": 4}, {"num_attention_heads": 32, "num_key_value_heads": 2, "attention_bias": True}),
+        ("qwen3", {"tp": 2}, {"num_attention_heads": 16, "num_key_value_heads": 1, "hidden_size": 1024}),
+        ("gpt2", {"tp": 2}, {"n_head": 25, "n_embd": 1600}),
     ],
-    ids=["tp 2 × dp 2", "tp 4, grouped", "biases and ties", "narrow embedding", "dp 2"],
+    ids=[
+        *("tp 2 × dp 2", "tp 4, grouped", "biases and ties", "narrow embedding", "dp 2"),
+        *("9 heads", "2 keys on 4 ranks", "1 key with head norms", "25 heads"),
+    ],
 )
 def test_layouts_and_variants_are_the_same(tmp_path, model, layout, fields):
     certificate = certificate_of(tmp_path, model, **layout, **fields)
-    assert certificate["verdict"] == "same", certificate_text(certificate)
+    text = certificate_text(certificate)
+    assert certificate["verdict"] == "same", text
+    assert "explain counts" not in text
+
+
+def test_unequal_shares_of_the_model_itself_are_in_the_certificate(tmp_path):
+    sizes = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
+    certificate = certificate_of(tmp_path, "llama", tp=2, steps=1, **sizes)
+    assert "num_attention_heads 9 = 6 + 3" in certificate["uneven"]
+    assert certificate["uneven"] in certificate_text(certificate)
 
 
 @pytest.mark.parametrize("model", ["bloom", "bert", "gemma2", "mixtral"])
@@ -110,12 +127,32 @@ def test_a_wrong_backward_alone_is_named(tmp_path, dp):
     assert places["compared"] > 20
 
 
+HEADS_2_KEYS = {"num_attention_heads": 32, "num_key_value_heads": 2}
+
+
+def test_a_wrong_backward_beside_shared_keys_accuses_nobody_else(tmp_path):
+    certificate = certificate_of(tmp_path, "llama", tp=4, policy="WrongGradient", **HEADS_2_KEYS)
+    places = certificate["places"]
+    assert places["forward"] is None and not places["suspects"]
+    assert places["backward"]["module"] in ("model.layers.1.mlp.up_proj", "model.layers.1.mlp.gate_proj")
+
+
+def test_shared_keys_whose_gradients_are_not_summed_are_named(tmp_path):
+    certificate = certificate_of(tmp_path, "llama", tp=4, policy="SharedKeysForgotten", **HEADS_2_KEYS)
+    places = certificate["places"]
+    assert certificate["verdict"] == "different"
+    assert places["forward"] is None and places["backward"] is None and not places["suspects"]
+    kinds = {d["kind"]: d for d in certificate["differences"]}
+    assert kinds["gradients"]["where"].endswith(("self_attn.k_proj.weight", "self_attn.v_proj.weight"))
+    assert not kinds["replicas"]["ok"]
+
+
 def test_gradients_that_are_not_completed_are_told_apart(tmp_path):
     certificate = certificate_of(tmp_path, "qwen3", policy="HeadNormsForgotten")
     places = certificate["places"]
     assert places["forward"] is None and places["backward"] is None
     kinds = {d["kind"]: d for d in certificate["differences"]}
-    assert "self_attn.k_norm.weight" in kinds["gradients"]["where"]
+    assert kinds["gradients"]["where"].endswith(("self_attn.q_norm.weight", "self_attn.k_norm.weight"))
     assert not kinds["replicas"]["ok"]
     text = certificate_text(certificate)
     assert "all module outputs and their gradients agree" in text and "needs head_norm" in text
@@ -144,9 +181,9 @@ def test_a_job_is_read_as_it_was_written(tmp_path):
 
 
 def test_batches_have_unequal_targets_padding_and_no_special_ids():
-    config = shrink(LlamaConfig(pad_token_id=3))
-    plain, padded = make_batches(config, dp=3, causal=True)
-    assert plain["input_ids"].shape == (6, TOKENS)
+    model = twin_model(shrink(LlamaConfig(pad_token_id=3)))
+    plain, padded = make_batches(model, dp=3)
+    assert plain["input_ids"].shape == (6, TOKENS) and "attention_mask" not in plain
     for batch in (plain, padded):
         assert not {1, 2, 3} & set(batch["input_ids"].flatten().tolist())
         targets = (batch["labels"] != -100).sum(1)
@@ -183,7 +220,7 @@ def test_the_command_ends_with_1_and_names_the_place_where_they_differ():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["llama", "--tp", "3"], "tp_size=3 does not fit"),
+        (["llama", "--tp", "64"], "tp_size=64 does not fit"),
         (["llama", "--steps", "0"], "at least 1 step"),
         (["llama", "--dp", "0"], "--dp 0"),
         (["llama", "--policy", f"{WRONG}:Misspelled"], 'has no "q_prj"'),
@@ -218,9 +255,9 @@ def test_a_model_that_reads_no_tokens_ends_with_2(tmp_path, capsys):
 
 
 def test_a_layout_that_the_twin_takes_but_the_model_does_not_ends_with_2(tmp_path, capsys):
-    LlamaConfig(num_attention_heads=9, num_key_value_heads=3, hidden_size=576).save_pretrained(tmp_path)
-    assert main(["verify", str(tmp_path), "--tp", "2"]) == 2
-    assert "num_key_value_heads  3 = 2 × 1 + 1" in capsys.readouterr().err
+    LlamaConfig(intermediate_size=3).save_pretrained(tmp_path)
+    assert main(["verify", str(tmp_path), "--tp", "4"]) == 2
+    assert "output width  3 for 4 ranks" in capsys.readouterr().err
 
 
 def test_help_has_examples_and_the_exit_codes(capsys):

@@ -2,7 +2,8 @@
 
 from colonnade.comm.regions import reduce_from_region
 from colonnade.shardformer import col, head_norm, row
-from colonnade.shardformer.layer import Linear1D_Row
+from colonnade.shardformer.layer import Linear1D_Col, Linear1D_Row
+from colonnade.shardformer.layer.sharding import shard_parameter
 from colonnade.shardformer.policies.llama import HEADS, LlamaPolicy
 from colonnade.shardformer.policies.opt import OPTPolicy
 
@@ -48,6 +49,24 @@ class WrongGradient(LlamaPolicy):
         for rule in rules[f"{self.family}MLP"].sub_module_replacement:
             if rule.suffix == "down_proj":
                 rule.target_module = GradientNotReduced
+        return rules
+
+
+class KeysNotSummed(Linear1D_Col):
+    """Keys and values that several ranks hold get the gradient of this rank's query heads only."""
+
+    def _cut(self, ranges, weight_dim):
+        for param, dim in ((self.weight, weight_dim), (self.bias, 0)):
+            if param is not None:
+                shard_parameter(param, dim, ranges, self.axis)
+
+
+class SharedKeysForgotten(LlamaPolicy):
+    def module_policy(self):
+        rules = super().module_policy()
+        for rule in rules[f"{self.family}Attention"].sub_module_replacement:
+            if rule.suffix in ("k_proj", "v_proj"):
+                rule.target_module = KeysNotSummed
         return rules
 
 

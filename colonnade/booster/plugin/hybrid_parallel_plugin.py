@@ -86,6 +86,7 @@ class HybridParallelPlugin(DPPluginBase):
         check_boostable(model, optimizer)
         config, average = pristine_config(model), LossAverage()
         sharder = ShardFormer(self.shard_config).prepare(model, self.custom_policy, average)
+        sharder.warn()
         start_alike(sharder.model, self.mesh)
         sharder.shard()
         model = sharder.model.to(current_device())

@@ -1,18 +1,11 @@
-"""From a model to a policy that has passed its check.
-
-[Note: candidates]
-The trace says which layers form regions. It does not say which numbers a forward reads from its modules (head counts in a
-view, the width of a split), nor whether a model's code can live with shards at all. Both are found by trying: candidates
-are built from least to most intrusive, and the first under which a tiny twin of the model computes the same loss and
-gradients as in one piece is taken. What had to be left whole for that is listed with the reason.
-"""
+"""From a model to a policy that has passed its check."""
 
 from __future__ import annotations
 
 import copy
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,28 +13,28 @@ from torch import nn
 
 from colonnade.cluster.log import get_logger
 from colonnade.cluster.mesh import Axis
-from colonnade.errors import PolicyError, explain
+from colonnade.comm.collectives import all_gather_object
+from colonnade.errors import ColonnadeError, PolicyError, explain
 from colonnade.model.twin import shrink, with_noise
-from colonnade.shardformer.inference.check import difference_on_twin
-from colonnade.shardformer.inference.classify import Region
-from colonnade.shardformer.inference.policy import InferredPolicy, infer_regions
-from colonnade.shardformer.inference.probe import probe_inputs
+from colonnade.shardformer.inference import cache
+from colonnade.shardformer.inference.check import Twin, said
+from colonnade.shardformer.inference.classify import Region, regions_of
+from colonnade.shardformer.inference.policy import InferredPolicy, device_of, signature, without
+from colonnade.shardformer.inference.probe import assume_yes, probes
+from colonnade.shardformer.inference.search import Choice, search
+from colonnade.shardformer.inference.trace import Tracer
 
-LEVELS = (0, 1, 2, 3)
+UNCHECKED_LEVEL = 1  # how far numbers are shared out where nobody tries
+LARGEST_TWIN = 100_000_000  # parameters; a model without a config is its own twin
 log = get_logger(__name__)
-_passed: dict[tuple[Any, ...], tuple[str, int, bool, str]] = {}
-
-
-def can_be_inferred(model: nn.Module) -> bool:
-    """Whether a model is a transformers model, of which another can be built from its config."""
-    return hasattr(model, "config") and hasattr(model, "get_input_embeddings") and hasattr(type(model), "_from_config")
 
 
 def infer_policy(model: Any, axis: Axis, check: bool = True) -> InferredPolicy:
-    """A policy for a transformers model without one. Called by every rank of the axis.
+    """A policy for a model without one. Called by every rank of the axis; without a process group, by one for all.
 
     Args:
-        model: with weights or on the meta device; it is not changed.
+        model: a transformers model, with weights or on the meta device; or any module with weights whose forward takes
+            token ids [rows, tokens] first. It is not changed.
         axis: over which it will be split.
         check: let the policy pass the numeric check of a tiny twin first. Without it nothing is communicated, and what
             comes out may compute something else.
@@ -49,48 +42,104 @@ def infer_policy(model: Any, axis: Axis, check: bool = True) -> InferredPolicy:
     Raises:
         PolicyError: the model cannot be run for a look, or no candidate passes.
     """
-    if not can_be_inferred(model):
-        raise PolicyError(f"{type(model).__name__} is not a transformers model; a policy for it has to be written.")
-    regions = _trace(model)
+    regions = find_regions(model)
     if not check:
-        return InferredPolicy(regions)
-    key = (type(model), str(model.config.to_dict()), axis.size)
-    if key not in _passed:
-        _passed[key] = _first_that_passes(model, regions, axis)
-    kept, level, vocabulary, reason = _passed[key]
-    policy = InferredPolicy(_keep(regions, kept, reason), level, vocabulary)
+        return InferredPolicy(regions, UNCHECKED_LEVEL)
+    choice, twins = _agree(model, axis)
+    for region in regions:
+        level = choice.levels.get(region.pattern)
+        if level is not None and repr(signature(region, level, model)) != twins.get(region.pattern):
+            choice.levels.pop(region.pattern)
+            choice.refused[region.pattern] = "it looks different in the twin, on which it could be checked"
+    reasons = {pattern: f"split, its twin fails: {text}" for pattern, text in choice.refused.items()}
+    policy = InferredPolicy(without(regions, reasons), choice.levels, choice.vocabulary)
+    policy.refused = choice.refused
     _tell(model, policy)
     return policy
 
 
-def _tell(model: nn.Module, policy: InferredPolicy) -> None:
-    whole = sorted({re.sub(r"\.\d+\.", ".*.", f"{r.row.path}: {r.reason}") for r in policy.regions if r.reason})
-    log.info(
-        "%s: policy inferred and checked on a twin; %d of %d regions split, vocabulary %s%s",
-        type(model).__name__,
-        sum(not r.reason for r in policy.regions),
-        len(policy.regions),
-        "split" if policy.vocabulary else "whole",
-        "".join(f"\n  whole  {text}" for text in whole),
-    )
-
-
-def _trace(model: Any) -> list[Region]:
-    """Regions of the model, from a copy on the meta device."""
-    with torch.device("meta"):
-        shadow = _rebuild(model, copy.deepcopy(model.config))
-    refused = []
-    for dense_mask in (True, False):
+def _agree(model: Any, axis: Axis) -> tuple[Choice, dict[str, str]]:
+    """The choice and the signatures of the twin's regions, found by the first rank and told to the others."""
+    alone = axis.group is None
+    answer: Any = None
+    if alone or axis.rank == 0:
         try:
-            return infer_regions(shadow.train(), probe_inputs(shadow, torch.device("meta"), dense_mask))
-        except Exception as error:  # a model's own code: it may need values, which the meta device has not
-            refused.append(f"{type(error).__name__}: {error}".partition("\n")[0])
+            answer = _choose(model, axis.size)
+        except ColonnadeError as error:
+            if alone:
+                raise
+            answer = error
+    answer = answer if alone else all_gather_object(answer, axis)[0]
+    if isinstance(answer, ColonnadeError):
+        raise answer
+    choice, signatures = copy.deepcopy(answer)
+    return choice, signatures
+
+
+def _choose(model: Any, ranks: int) -> tuple[Choice, dict[str, str]]:
+    key = cache.key_of(model, ranks)
+    found = cache.find(key)
+    small = _twin_of(model, ranks)
+    regions = find_regions(small)
+    if found is None:
+        try:
+            twin = Twin(small, ranks)
+        except Exception as error:  # a model's own code
+            raise PolicyError(
+                explain(
+                    f"no policy for {type(model).__name__} could be checked: its tiny twin does not train in one process.",
+                    [("reason", said(error)), ("try", "custom_policy=… (docs/new_policy.md), or TorchDDPPlugin")],
+                )
+            ) from error
+        found = search(twin, regions)
+        cache.keep(key, found)
+    chosen = [r for r in regions if r.pattern in found.levels]
+    return found, {r.pattern: repr(signature(r, found.levels[r.pattern], small)) for r in chosen}
+
+
+def find_regions(model: Any) -> list[Region]:
+    """Regions of a model: from a copy on the meta device, or where its forward needs values, from the model itself.
+
+    Raises:
+        PolicyError: its forward runs neither there nor here.
+    """
+    refused: list[str] = []
+    for shadow in _shadows(model):
+        on_meta = device_of(shadow).type == "meta"
+        for inputs in probes(shadow, device_of(shadow)):
+            try:
+                with assume_yes() if on_meta else nullcontext(), torch.enable_grad():
+                    blocks = Tracer(shadow).run(inputs)
+            except Exception as error:  # a model's own code: it may need values, which the meta device has not
+                refused.append(said(error))
+                continue
+            return [region for block in blocks.values() for region in regions_of(block, shadow)]
     raise PolicyError(
         explain(
-            f"no policy could be inferred for {type(model).__name__}: its forward does not run without weights.",
-            [("reason", refused[0]), ("try", "custom_policy=… (docs/new_policy.md), or TorchDDPPlugin")],
+            f"no policy could be inferred for {type(model).__name__}: its forward does not run.",
+            [
+                *(("reason", text) for text in dict.fromkeys(refused)),
+                ("try", "custom_policy=… (docs/new_policy.md), or TorchDDPPlugin"),
+            ],
         )
     )
+
+
+def _shadows(model: Any) -> Iterator[nn.Module]:
+    """What may be run in the model's place: copies without weights, then the model itself."""
+    if can_be_rebuilt(model):
+        with torch.device("meta"):
+            yield _rebuild(model, copy.deepcopy(model.config))
+    else:
+        yield _all_training(copy.deepcopy(model).to("meta"))
+    if device_of(model).type != "meta":
+        with as_if_training(model):
+            yield model
+
+
+def can_be_rebuilt(model: nn.Module) -> bool:
+    """Whether another model of the same class can be built from this one's config."""
+    return hasattr(model, "config") and hasattr(type(model), "_from_config")
 
 
 def _rebuild(model: Any, config: Any) -> nn.Module:
@@ -98,44 +147,60 @@ def _rebuild(model: Any, config: Any) -> nn.Module:
     made: Any = type(model)._from_config(config, attn_implementation="eager", dtype=torch.float32)
     if getattr(made.config, "_experts_implementation", None):
         made.config._experts_implementation = "batched_mm"
-    made.requires_grad_(True)
-    return made
+    return _all_training(made)
 
 
-def _candidates() -> Iterator[tuple[str, int, bool]]:
-    """Which regions are split, how far numbers are shared out, and whether the vocabulary is split."""
-    for kept in ("all", "without heads", "none"):
-        for vocabulary in (True, False):
-            if kept == "none" and not vocabulary:
-                return
-            for level in LEVELS if kept == "all" else (0,):
-                yield kept, level, vocabulary
+def _all_training(model: nn.Module) -> nn.Module:
+    return model.requires_grad_(True).train()
 
 
-def _first_that_passes(model: Any, regions: list[Region], axis: Axis) -> tuple[str, int, bool, str]:
+@contextmanager
+def as_if_training(model: nn.Module) -> Iterator[None]:
+    """Let every parameter train, without dropout, and leave the model as it was."""
+    training = {module: module.training for module in model.modules()}
+    frozen = [p for p in model.parameters() if p.is_floating_point() and not p.requires_grad]
+    model.eval()
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        for module, mode in training.items():
+            module.training = mode
+
+
+def _twin_of(model: Any, ranks: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        twin = with_noise(_rebuild(model, shrink(model.config, axis.size)))
-    own = _trace(twin)
-    refused: dict[str, str] = {}
-    for kept, level, vocabulary in _candidates():
-        found = difference_on_twin(twin, InferredPolicy(_keep(own, kept, "-"), level, vocabulary), axis)
-        if not found:
-            return kept, level, vocabulary, refused.get("all", "")
-        if kept not in refused or (level, vocabulary) == (0, False):  # the plainest says most about the regions
-            refused[kept] = found
-    raise PolicyError(
-        explain(
-            f"no inferred policy for {type(model).__name__} computes what one process computes.",
-            [
-                *((f"with {kept} regions", text) for kept, text in refused.items()),
-                ("try", "custom_policy=… (docs/new_policy.md), or TorchDDPPlugin"),
-            ],
+        if can_be_rebuilt(model):
+            return _all_training(with_noise(_rebuild(model, shrink(model.config, ranks))))
+    size = sum(p.numel() for p in model.parameters())
+    if size > LARGEST_TWIN or device_of(model).type == "meta":
+        raise PolicyError(
+            explain(
+                f"no policy for {type(model).__name__} can be checked: it has no config from which a small one could be built.",
+                [
+                    (
+                        "found",
+                        f"{size:,} parameters" + (" on the meta device" if device_of(model).type == "meta" else ""),
+                    ),
+                    ("rule", f"such a model is checked as it is, with its weights, up to {LARGEST_TWIN:,} parameters"),
+                    ("try", "custom_policy=… (docs/new_policy.md), or ShardConfig(check_inferred_policy=False)"),
+                ],
+            )
         )
+    return _all_training(copy.deepcopy(model).cpu())
+
+
+def _tell(model: nn.Module, policy: InferredPolicy) -> None:
+    whole = sorted({re.sub(r"\.\d+\.", ".*.", f"{r.row.path}: {r.reason}") for r in policy.regions if r.reason})
+    log.info(
+        "%s: policy inferred and checked on a twin; %d of %d regions split, vocabulary %s%s",
+        type(model).__name__,
+        len(policy.split_regions),
+        len(policy.regions),
+        policy.vocabulary,
+        "".join(f"\n  whole  {text}" for text in whole),
     )
-
-
-def _keep(regions: list[Region], kept: str, reason: str) -> list[Region]:
-    """The regions with those that are not kept left whole, for the given reason."""
-    whole = {"all": lambda r: False, "without heads": lambda r: r.units is not None, "none": lambda r: True}[kept]
-    return [replace(r, reason=r.reason or f"split, its twin fails: {reason}") if whole(r) else r for r in regions]

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-import os
+import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from colonnade.errors import PolicyError, explain
+from colonnade.model.layout import TensorLayout, has_layout, layout_of, set_layout
 from colonnade.shardformer.description import (
+    LocalArgument,
     LocalConfig,
+    LocalRatio,
     LocalShare,
     ModulePolicyDescription,
     SubModuleReplacementDescription,
 )
-from colonnade.shardformer.inference.classify import Region, regions_of
-from colonnade.shardformer.inference.trace import Tracer
-from colonnade.shardformer.layer import Linear1D_Col, Linear1D_Row, VocabParallelEmbedding1D, VocabParallelLMHead1D
+from colonnade.shardformer.inference.classify import Argument, Place, Region
+from colonnade.shardformer.inference.vocabulary import vocabulary_rules
+from colonnade.shardformer.layer import Linear1D_Col, Linear1D_Row, ShardedNorm
+from colonnade.shardformer.layer.latent import LatentLinear
+from colonnade.shardformer.layer.partial import sum_gradient
 from colonnade.shardformer.layer.sharding import ranges_of, shard_parameter
 from colonnade.shardformer.policy import Policy
-from colonnade.shardformer.roles import sum_gradient
+
+LEVELS = (0, 1, 2, 3)
+VOCABULARY = ("split", "gathered", "whole")
+# parts of the names of attributes that are counts or widths of something else, whatever number they hold
+NOT_SHARED = ("idx", "index", "layer", "groups", "head_dim", "rotary", "expert")
 
 
 class InferredPolicy(Policy):
@@ -28,13 +39,22 @@ class InferredPolicy(Policy):
 
     Attributes:
         regions: every region of every block, those that stay whole with the reason.
-        attributes: how far numbers that a forward reads are shared out: 0 none, 1 counts of heads, 2 widths too, 3 also
-            in the modules' own copies of the config.
-        vocabulary: whether embedding and head are split.
+        levels: for each pattern of regions how far numbers that a forward reads are shared out: 0 none, 1 counts of
+            heads, 2 widths too, 3 also in the modules' own copies of the config. A pattern without one stays whole.
+        vocabulary: "split"; "gathered", split with whole logits on every rank; or "whole".
+        refused: pattern of regions, or "vocabulary" → what a twin did when it was split.
     """
 
-    def __init__(self, regions: list[Region], attributes: int = 0, vocabulary: bool = True) -> None:
-        self.regions, self.attributes, self.vocabulary = regions, attributes, vocabulary
+    def __init__(self, regions: list[Region], levels: dict[str, int] | int = 0, vocabulary: str = "split") -> None:
+        if isinstance(levels, int):
+            levels = dict.fromkeys((r.pattern for r in regions), levels)
+        self.regions, self.levels, self.vocabulary = regions, levels, vocabulary
+        self.refused: dict[str, str] = {}
+
+    @property
+    def split_regions(self) -> list[Region]:
+        """Those that are split."""
+        return [region for region in self.regions if not region.reason and region.pattern in self.levels]
 
     def config_sanity_check(self) -> None:
         if self.shard_config.enable_fused_normalization:
@@ -47,98 +67,142 @@ class InferredPolicy(Policy):
 
     def module_policy(self) -> dict[Any, ModulePolicyDescription]:
         rules: dict[Any, ModulePolicyDescription] = {}
-        for region in self.regions:
-            if not region.reason:
-                for path, description in self._region_rules(region):
-                    rules[path] = rules[path] + description if path in rules else description
-        if self.vocabulary:
-            for path, target in self._vocabulary():
-                parent, _, leaf = path.rpartition(".")
-                description = ModulePolicyDescription(
-                    sub_module_replacement=[SubModuleReplacementDescription(leaf, target)]
-                )
-                rules[parent] = rules[parent] + description if parent in rules else description
+        for region in self.split_regions:
+            for path, description in region_rules(region, self):
+                rules[path] = rules[path] + description if path in rules else description
+        if self.vocabulary != "whole":
+            for path, description in vocabulary_rules(self.model, gather=self.vocabulary == "gathered"):
+                rules[path] = rules[path] + description if path in rules else description
         return rules
 
-    def _region_rules(self, region: Region) -> Iterator[tuple[str, ModulePolicyDescription]]:
-        owner = os.path.commonpath([c.path.rpartition(".")[0].replace(".", "/") for c in region.columns]).replace(
-            "/", "."
+
+def shared_numbers(region: Region, level: int, model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Module path → attribute → its share, for the counts and widths that the forwards around the columns may read."""
+    if region.units is None:
+        return {}
+    finest = region.heads or region.units
+    counts = {finest, region.units}
+    widths = {size: n for c in region.columns for size, n in zip(c.pieces, c.heads) if n}
+    shares = {n: _share(region, n) for n in counts if level >= 1 and n > 1}
+    shares |= {size: _share(region, n) for size, n in widths.items() if level >= 2}
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted({region.owner} | {c.path.rpartition(".")[0] for c in region.columns}):
+        module = model.get_submodule(path)
+        numbers: dict[str, Any] = {}
+        for name, value in vars(module).items():
+            if type(value) is not int:
+                continue
+            if region.heads and value == region.heads // region.units and ("group" in name or "rep" in name):
+                numbers[name] = LocalRatio(region.units, region.heads)
+            elif value in shares and not any(word in name for word in NOT_SHARED):
+                numbers[name] = shares[value]
+        if level >= 3 and hasattr(module, "config"):
+            own = {k: v for k, v in vars(module.config).items() if type(v) is int and "head" in k and "dim" not in k}
+            numbers["config"] = LocalConfig({k: _share(region, v) for k, v in own.items() if v in counts})
+        if numbers:
+            found[path] = numbers
+    return found
+
+
+def signature(region: Region, level: int, model: nn.Module) -> tuple[Any, ...]:
+    """What a region is made of, without sizes and block numbers: equal for a model and its twin."""
+
+    def short(name: str) -> str:
+        return re.sub(r"\.\d+(?=\.)", ".*", name)
+
+    numbers = shared_numbers(region, level, model)
+    return (
+        tuple((short(c.path), len(c.pieces), tuple(n > 0 for n in c.heads)) for c in region.columns),
+        tuple(short(c.path) for c in region.latents),
+        region.units is None,
+        region.heads is None,
+        tuple((short(p.name), p.kind, p.dim) for p in region.places),
+        tuple((a.name, a.dim, a.folded) for a in region.arguments),
+        tuple((short(path), tuple(names)) for path, names in numbers.items()),
+    )
+
+
+def _share(region: Region, count: int) -> LocalShare:
+    return LocalShare(region.units, _finer(region, count))
+
+
+def _finer(region: Region, count: int | None) -> int | None:
+    """A number of heads where it is larger than that of blocks, else None."""
+    return count if region.units is not None and count is not None and count > region.units else None
+
+
+def region_rules(region: Region, policy: InferredPolicy) -> Iterator[tuple[str, ModulePolicyDescription]]:
+    """For each module around a region, its path and what is said of it."""
+    owner = region.owner
+    inside = {latent.path for latent in region.latents}
+    columns = [
+        SubModuleReplacementDescription(
+            c.path[len(owner) + 1 :],
+            Linear1D_Col,
+            {
+                "pieces": c.pieces if len(c.pieces) > 1 else None,
+                "units": region.units,
+                "heads": region.heads_of(c),
+                "inside": bool(c.reads & inside),
+            },
         )
-        columns = [
-            SubModuleReplacementDescription(
-                c.path[len(owner) + 1 :],
-                Linear1D_Col,
-                {"pieces": c.pieces if len(c.pieces) > 1 else None, "units": region.units},
-            )
-            for c in region.columns
-        ]
-        yield owner, ModulePolicyDescription(sub_module_replacement=columns)
-        parent, _, leaf = region.row.path.rpartition(".")
-        row = SubModuleReplacementDescription(leaf, Linear1D_Row, {"units": region.units})
-        yield parent, ModulePolicyDescription(sub_module_replacement=[row])
-        for name in region.shared + region.sliced:
-            parent, _, leaf = name.rpartition(".")
-            yield parent, ModulePolicyDescription(param_replacement=[self._change(leaf, region, name in region.sliced)])
-        if region.units is not None:
-            yield from self._numbers(region, owner)
-
-    def _change(self, leaf: str, region: Region, cut: bool) -> Callable[[nn.Module], None]:
-        """What happens to a parameter inside a region."""
-        axis = self.shard_config.axis
-
-        def change(module: nn.Module) -> None:
-            parameter = getattr(module, leaf)
-            if cut:
-                shard_parameter(parameter, 0, ranges_of(len(parameter), axis, leaf, units=region.units), axis)
-            else:
-                sum_gradient(parameter, module, axis)
-
-        return change
-
-    def _numbers(self, region: Region, owner: str) -> Iterator[tuple[str, ModulePolicyDescription]]:
-        """Counts and widths that a forward may read from the modules around the columns."""
-        heads = {n for c in region.columns for n in c.heads if n}
-        widths = {size for c in region.columns for size, n in zip(c.pieces, c.heads) if n}
-        wanted = heads if self.attributes >= 1 else set()
-        wanted = wanted | widths if self.attributes >= 2 else wanted
-        paths = {owner} | {c.path.rpartition(".")[0] for c in region.columns}
-        for path in sorted(paths):
-            module = self.model.get_submodule(path)
-            found: dict[str, Any] = {
-                name: LocalShare(region.units)
-                for name, value in vars(module).items()
-                if type(value) is int
-                and value in wanted
-                and value > 1
-                and not any(w in name for w in ("idx", "index", "layer", "groups", "head_dim", "rotary"))
-            }
-            if self.attributes >= 3 and hasattr(module, "config"):
-                names = [
-                    k
-                    for k, v in vars(module.config).items()
-                    if type(v) is int and v in heads and "head" in k and "dim" not in k
-                ]
-                found["config"] = LocalConfig(tuple(names), region.units)
-            if found:
-                yield path, ModulePolicyDescription(attribute_replacement=found)
-
-    def _vocabulary(self) -> Iterator[tuple[str, Any]]:
-        model: Any = self.model
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-        for path, module in self.model.named_modules():
-            if module is embedding and isinstance(module, nn.Embedding):
-                yield path, VocabParallelEmbedding1D
-            if module is head and isinstance(module, nn.Linear):
-                yield path, VocabParallelLMHead1D
+        for c in region.columns
+    ]
+    yield owner, ModulePolicyDescription(sub_module_replacement=columns)
+    yield _replace(region.row.path, Linear1D_Row, {"units": region.units, "heads": region.heads})
+    for latent in region.latents:
+        yield _replace(latent.path, LatentLinear, {})
+    norms = {place.name.rpartition(".")[0]: place for place in region.places if place.kind == "norm"}
+    for path, place in norms.items():
+        yield _replace(path, ShardedNorm, {"units": region.units, "heads": _finer(region, place.heads)})
+    changes = [_change(place, region, policy) for place in region.places if place.kind != "norm"]
+    yield owner, ModulePolicyDescription(param_replacement=changes)
+    for argument in region.arguments:
+        yield argument.module, _argument(argument, region)
+    for path, numbers in shared_numbers(region, policy.levels[region.pattern], policy.model).items():
+        yield path, ModulePolicyDescription(attribute_replacement=numbers)
 
 
-def infer_regions(model: nn.Module, inputs: dict[str, Any]) -> list[Region]:
-    """Run the model once and find its regions.
+def _replace(path: str, target: Any, kwargs: dict[str, Any]) -> tuple[str, ModulePolicyDescription]:
+    parent, _, leaf = path.rpartition(".")
+    return parent, ModulePolicyDescription(
+        sub_module_replacement=[SubModuleReplacementDescription(leaf, target, kwargs)]
+    )
 
-    Args:
-        model: on the meta device, or small.
-        inputs: of one forward; see `probe_inputs`.
-    """
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    blocks = Tracer(model).run(inputs)
-    return [region for block in blocks.values() for region in regions_of(block, shapes)]
+
+def _argument(argument: Argument, region: Region) -> ModulePolicyDescription:
+    share = LocalArgument(argument.dim, region.units or 1, _finer(region, argument.heads), argument.folded)
+    return ModulePolicyDescription(argument_replacement={argument.name: share})
+
+
+def _change(place: Place, region: Region, policy: InferredPolicy) -> Callable[[nn.Module], None]:
+    """What happens to a parameter or buffer inside a region."""
+
+    def change(owner: nn.Module) -> None:
+        axis = policy.shard_config.axis
+        path, _, leaf = place.name.rpartition(".")
+        module = policy.model.get_submodule(path)
+        tensor = getattr(module, leaf)
+        if place.kind == "whole":
+            sum_gradient(tensor, axis, module, owner)
+            return
+        length = layout_of(tensor).shape[place.dim]  # another region may have cut it already
+        ranges = ranges_of(length, axis, place.name, 1, region.units, _finer(region, place.heads))
+        if isinstance(tensor, nn.Parameter):
+            shard_parameter(tensor, place.dim, ranges, axis)
+        elif not has_layout(tensor):
+            layout = TensorLayout.split(tensor.shape, place.dim, ranges, axis.name)
+            module._buffers[leaf] = cut = layout.extract(tensor)
+            set_layout(cut, layout)
+
+    return change
+
+
+def without(regions: list[Region], patterns: dict[str, str]) -> list[Region]:
+    """The regions with those of some patterns left whole, each for the given reason."""
+    return [dataclasses.replace(r, reason=r.reason or patterns.get(r.pattern, "")) for r in regions]
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's first parameter is."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -5,11 +5,13 @@ The model runs once on the meta device, without weights or arithmetic. Every lin
 input passes a node of ours, so the graph that autograd keeps can be read back: from the input of a layer to the nearest
 layers whose outputs it is made of, with the parameters met on the way; and from the output of a layer forward to the
 first operation that gives it another shape, which is where a model splits fused parts and views heads.
+What a block is given beside its input is looked through where nothing but parameters is behind it: a bias by relative
+positions that the first block made, say.
 """
 
 from __future__ import annotations
 
-import math
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ import torch
 from torch import nn
 from torch.autograd import Function
 
+from colonnade.shardformer.inference.parts import consumers_of, parts_of
 from colonnade.shardformer.layer.fused_linear import is_conv1d
 
 INPUT, CONTEXT = "<input>", "<context>"
@@ -35,6 +38,7 @@ class LinearFacts:
         parameters: names of the parameters between those and it.
         pieces: sizes of the parts into which its output is split at once, one where it is not.
         heads: for each part the number of equal blocks it is viewed as, 0 where it is not.
+        inner: extents of what a block is viewed as.
     """
 
     path: str
@@ -42,15 +46,24 @@ class LinearFacts:
     parameters: frozenset[str]
     pieces: tuple[int, ...] = ()
     heads: tuple[int, ...] = ()
+    inner: frozenset[int] = frozenset()
 
 
 @dataclass
 class BlockFacts:
-    """One repeated block: its linear layers in the order of their calls, and those that reach its output directly."""
+    """One repeated block.
+
+    Args:
+        path: its name in the model.
+        linears: its linear layers in the order of their calls.
+        leaves_by: those that reach its output directly.
+        arguments: for each module of the block the shapes of the tensors it is called with, by name.
+    """
 
     path: str
     linears: dict[str, LinearFacts] = field(default_factory=dict)
     leaves_by: frozenset[str] = frozenset()
+    arguments: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
 
 
 class _Mark(Function):
@@ -78,6 +91,7 @@ class Tracer:
         self.inputs: dict[str, Node] = {}
         self.outputs: dict[str, Node] = {}
         self.order: list[str] = []
+        self.arguments: dict[str, dict[str, tuple[int, ...]]] = {}
 
     def run(self, inputs: dict[str, Any]) -> dict[str, BlockFacts]:
         """Block path → its facts.
@@ -88,7 +102,7 @@ class Tracer:
         with self._watching():
             output = self.model(**inputs)
         roots = [t.grad_fn for t in _tensors(output) if t.grad_fn is not None]
-        consumers = _consumers(roots)
+        consumers = consumers_of(roots)
         marked = {name: node for node, name in self.marks.items()}
         blocks = {path: BlockFacts(path) for path in self.block_paths if path in self.outputs}
         for path in self.order:
@@ -96,10 +110,11 @@ class Tracer:
             if home is None or path not in marked:  # a linear layer that returns something else than a tensor
                 continue
             reads, parameters = self._before(self.inputs[path])
-            pieces, heads = _shapes_after(marked[path], consumers)
-            blocks[home].linears[path] = LinearFacts(path, reads, parameters, pieces, heads)
+            blocks[home].linears[path] = LinearFacts(path, reads, parameters, *parts_of(marked[path], consumers))
         for block in blocks.values():
             block.leaves_by = self._before(self.outputs[block.path])[0]
+            within = {p: found for p, found in self.arguments.items() if p.startswith(block.path + ".")}
+            block.arguments = within
         return blocks
 
     @contextmanager
@@ -112,6 +127,8 @@ class Tracer:
             if path in self.block_paths:
                 handles.append(module.register_forward_pre_hook(self._mark_block_input(path), with_kwargs=True))
                 handles.append(module.register_forward_hook(self._note_block_output(path)))
+            elif any(path.startswith(block + ".") for block in self.block_paths):
+                handles.append(module.register_forward_pre_hook(self._note_arguments(path), with_kwargs=True))
         try:
             yield
         finally:
@@ -160,6 +177,15 @@ class Tracer:
 
         return hook
 
+    def _note_arguments(self, path: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if path not in self.arguments:
+                names = list(inspect.signature(module.forward).parameters)
+                given = dict(zip(names, args)) | kwargs
+                self.arguments[path] = {n: tuple(v.shape) for n, v in given.items() if isinstance(v, torch.Tensor)}
+
+        return hook
+
     def _before(self, start: Node) -> tuple[frozenset[str], frozenset[str]]:
         """Nearest marks before a node, and the parameters between."""
         seen: set[Node] = set()
@@ -171,7 +197,13 @@ class Tracer:
             if node is None or node in seen:
                 continue
             seen.add(node)
-            if node in self.marks:
+            if self.marks.get(node) == CONTEXT:
+                found, behind = self._before(node.next_functions[0][0])
+                if found:
+                    marks.add(CONTEXT)
+                else:  # made of parameters alone
+                    parameters |= behind
+            elif node in self.marks:
                 marks.add(self.marks[node])
             elif hasattr(node, "variable"):
                 parameters.add(self.parameters.get(node.variable, ""))
@@ -206,78 +238,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
-
-
-def _consumers(roots: list[Node]) -> dict[Node, dict[int, list[Node]]]:
-    """Node → output number → nodes that read it."""
-    readers: dict[Node, dict[int, list[Node]]] = {}
-    seen: set[Node] = set()
-    queue = list(roots)
-    while queue:
-        node = queue.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        for before, number in node.next_functions:
-            if before is not None:
-                readers.setdefault(before, {}).setdefault(number, []).append(node)
-                queue.append(before)
-    return readers
-
-
-def _shape(node: Node, number: int = 0) -> tuple[int, ...]:
-    metadata = node._input_metadata  # what a node's gradient looks like is what its output looked like
-    return tuple(metadata[number].shape) if number < len(metadata) else ()
-
-
-def _shapes_after(mark: Node, consumers: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """How a layer's output is split, and how many heads each part is viewed as."""
-    whole = _shape(mark)
-    parts: list[tuple[int, int, int]] = []  # start, size, heads
-    for node in _through_elementwise(mark, 0, consumers):
-        kind, shape = type(node).__name__, _shape(node)
-        if kind.startswith(("Split", "Unbind", "Chunk")) and all(
-            len(m.shape) == len(whole) for m in node._input_metadata
-        ):
-            sizes = [m.shape[-1] for m in node._input_metadata]
-            if sum(sizes) == whole[-1]:
-                starts = [sum(sizes[:i]) for i in range(len(sizes))]
-                return tuple(sizes), tuple(_heads(node, i, consumers) for i, _ in enumerate(starts))
-        if kind.startswith(("Slice", "Narrow")) and len(shape) == len(whole) and shape[:-1] == whole[:-1]:
-            start = getattr(node, "_saved_start", 0) if kind.startswith("Slice") else node._saved_start
-            parts.append((start, shape[-1], _heads(node, 0, consumers)))
-    parts.sort()
-    if parts and sum(size for _, size, _ in parts) == whole[-1]:
-        return tuple(size for _, size, _ in parts), tuple(heads for *_, heads in parts)
-    return (whole[-1],), (_heads(mark, 0, consumers),)
-
-
-def _through_elementwise(node: Node, number: int, consumers: Any) -> Iterator[Node]:
-    """Readers of an output that give it another shape, looking through those that do not."""
-    shape, queue, seen = _shape(node, number), [(node, number)], set()
-    while queue:
-        at, n = queue.pop(0)
-        for reader in consumers.get(at, {}).get(n, []):
-            if reader in seen:
-                continue
-            seen.add(reader)
-            if _shape(reader) == shape and len(seen) < 12:
-                queue.append((reader, 0))
-            else:
-                yield reader
-
-
-def _heads(node: Node, number: int, consumers: Any) -> int:
-    """Number of equal blocks as which the last dimension of an output is viewed next; 0 where it is not."""
-    shape = _shape(node, number)
-    rows = math.prod(shape[:-1])
-    for reader in _through_elementwise(node, number, consumers):
-        viewed = _shape(reader)
-        if math.prod(viewed) != math.prod(shape) or len(viewed) <= len(shape):
-            continue
-        leading = 0
-        while leading < len(viewed) and math.prod(viewed[:leading]) != rows:
-            leading += 1
-        if leading + 1 < len(viewed):
-            return viewed[leading]
-    return 0

@@ -8,6 +8,7 @@ from colonnade.shardformer.layer.head import VocabParallelLMHead1D
 from colonnade.shardformer.layer.linear import Linear1D_Col, Linear1D_Row
 from colonnade.shardformer.layer.norm import FusedLayerNorm, FusedRMSNorm
 from colonnade.shardformer.layer.region import Region
+from colonnade.shardformer.layer.sharded_norm import ShardedLayerNorm, ShardedNorm, ShardedRMSNorm
 
 __all__ = [
     "Conv1D_Col",
@@ -22,6 +23,9 @@ __all__ = [
     "Linear1D_Col",
     "Linear1D_Row",
     "Region",
+    "ShardedLayerNorm",
+    "ShardedNorm",
+    "ShardedRMSNorm",
     "VocabParallelEmbedding1D",
     "VocabParallelLMHead1D",
     "cross_entropy_1d",

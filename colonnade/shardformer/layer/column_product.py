@@ -56,12 +56,14 @@ def column_product(layer: ColumnParallel, x: torch.Tensor, transposed: bool = Fa
     """What a column-parallel layer computes: enter its region, multiply.
 
     Args:
-        x: [..., in], whole on every rank.
+        x: [..., in], whole on every rank; its gradient comes out whole unless the layer is inside a region.
         transposed: the weight is [in, out] instead of [out, in].
 
     Returns:
         [..., this rank's share of out].
     """
+    if layer.inside:
+        return product(x, layer.weight, layer.bias, transposed)
     if torch.is_autocast_enabled(x.device.type):  # which casts inside of torch's own operators only
         return product(copy_to_region(x, layer.axis), layer.weight, layer.bias, transposed)
     entry = layer.region.enter(x)

@@ -65,7 +65,7 @@ class VocabParallelEmbedding1D(nn.Embedding):
             )
         self.axis, self.vocab_size = axis, self.num_embeddings
         ranges = ranges_of(self.num_embeddings, axis, "the vocabulary")
-        self.vocab_start, self.vocab_stop = ranges[0]
+        self.vocab_start, self.vocab_stop, _ = ranges[0]
         shard_parameter(self.weight, 0, ranges, axis)
         self.num_embeddings = self.vocab_stop - self.vocab_start
         # the row that gets no gradient is known by its local number, on the rank that holds it

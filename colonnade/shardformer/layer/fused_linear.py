@@ -15,7 +15,7 @@ from torch import nn
 from colonnade.cluster.mesh import Axis
 from colonnade.errors import PolicyError
 from colonnade.shardformer.layer.column_product import column_product
-from colonnade.shardformer.layer.linear import ColumnParallel, Linear1D_Col, RowParallel
+from colonnade.shardformer.layer.linear import ColumnParallel, Heads, Linear1D_Col, RowParallel
 from colonnade.shardformer.layer.region import Region
 from colonnade.shardformer.layer.sharding import Layer, shard_parameter
 
@@ -68,13 +68,14 @@ class Conv1D_Col(ColumnParallel, nn.Module):
         gather_output: bool = False,
         pieces: int | Sequence[int] | None = None,
         units: int | None = None,
+        heads: Heads = None,
+        inside: bool = False,
         region: Region | None = None,
     ) -> Conv1D_Col:
         """Take over a Conv1D; arguments as `Linear1D_Col`."""
         layer = _adopt_conv1d(module, cls)
-        ranges = layer._set_columns(layer.weight.shape[1], Axis.of(process_group), gather_output, pieces, units, region)
-        shard_parameter(layer.weight, 1, ranges, layer.axis)
-        shard_parameter(layer.bias, 0, ranges, layer.axis)
+        width, axis = layer.weight.shape[1], Axis.of(process_group)
+        layer._cut(layer._set_columns(width, axis, gather_output, pieces, units, heads, inside, region), 1)
         layer.nf = layer.out_features
         return layer
 
@@ -108,11 +109,12 @@ class Conv1D_Row(RowParallel, nn.Module):
         *,
         parallel_input: bool = True,
         units: int | None = None,
+        heads: int | None = None,
         region: Region | None = None,
     ) -> Conv1D_Row:
         """Take over a Conv1D; arguments as `Linear1D_Row`."""
         layer = _adopt_conv1d(module, cls)
-        ranges = layer._set_rows(layer.weight.shape[0], Axis.of(process_group), parallel_input, units, region)
+        ranges = layer._set_rows(layer.weight.shape[0], Axis.of(process_group), parallel_input, units, heads, region)
         shard_parameter(layer.weight, 0, ranges, layer.axis)
         return layer
 

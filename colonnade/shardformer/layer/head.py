@@ -32,7 +32,7 @@ class VocabParallelLMHead1D(Linear1D_Col):
     ) -> VocabParallelLMHead1D:
         """Take over an `nn.Linear` of out_features = vocabulary size."""
         layer = adopt(module, cls, nn.Linear)
-        layer._shard(Axis.of(process_group), gather_output, None, None, None)
+        layer._shard(Axis.of(process_group), gather_output, None, None, None, False, None)
         return layer
 
     @property

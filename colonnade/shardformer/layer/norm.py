@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from colonnade.errors import PolicyError, explain
+from colonnade.shardformer.layer.norm_formula import formula_of, not_a_norm
 from colonnade.shardformer.layer.sharding import adopt
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from colonnade.cluster.mesh import Axis
+
+_ADVICE = "enable_fused_normalization=False, or leave this norm out of the policy"
 
 
 class FusedRMSNorm(nn.Module):
@@ -47,15 +48,12 @@ class FusedRMSNorm(nn.Module):
         Raises:
             PolicyError: the module computes something other than an RMS norm over its last dimension.
         """
-        eps = next((getattr(module, name) for name in ("variance_epsilon", "eps") if hasattr(module, name)), None)
-        weight = getattr(module, "weight", None)
-        if eps is None and isinstance(module, nn.RMSNorm) and weight is not None:
-            eps = torch.finfo(torch.promote_types(weight.dtype, torch.float32)).eps  # torch's default
-        if not isinstance(eps, float) or not isinstance(weight, nn.Parameter) or weight.dim() != 1:
-            raise _not_a_norm(module, "it has no epsilon or no one-dimensional weight")
+        formula = formula_of(module, cls.__name__, _ADVICE, centred=(False,))
+        if getattr(module, "weight", None) is None or getattr(module, "bias", None) is not None:
+            raise not_a_norm(module, cls.__name__, "it has no epsilon or no one-dimensional weight, or a bias", _ADVICE)
         layer = cls.__new__(cls)
         layer.__dict__.update(module.__dict__)
-        layer.eps, layer.unit_offset = eps, _scales_by_one_plus_weight(module, eps)
+        layer.eps, layer.unit_offset = formula.eps, formula.unit_offset
         return layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,30 +67,6 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bo
     if unit_offset:  # those models keep the scale in float32
         return F.rms_norm(x.float(), weight.shape, 1.0 + weight.float(), eps).to(x.dtype)
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
-
-
-def _scales_by_one_plus_weight(module: nn.Module, eps: float) -> bool:
-    """Run a small float32 twin of the module on the CPU and see which formula it follows."""
-    twin: Any = copy.deepcopy(module).to_empty(device="cpu").float()
-    width = twin.weight.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, width, generator=generator)
-    with torch.no_grad():
-        twin.weight.copy_(torch.randn(width, generator=generator))
-        y = twin(x)
-        for unit_offset in (False, True):
-            if torch.allclose(y, _rms_norm(x, twin.weight, eps, unit_offset), rtol=1e-5, atol=1e-6):
-                return unit_offset
-    raise _not_a_norm(module, "its output is neither x / rms(x) · weight nor x / rms(x) · (1 + weight)")
-
-
-def _not_a_norm(module: nn.Module, reason: str) -> PolicyError:
-    return PolicyError(
-        explain(
-            f"FusedRMSNorm cannot stand in for {type(module).__name__}.",
-            [("reason", reason), ("try", "enable_fused_normalization=False, or leave this norm out of the policy")],
-        )
-    )
 
 
 class FusedLayerNorm(nn.LayerNorm):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, TypeVar
@@ -12,7 +11,8 @@ from torch import nn
 
 from colonnade.cluster.mesh import Axis
 from colonnade.errors import ConfigError, PolicyError, explain
-from colonnade.model.layout import TensorLayout, deal, has_layout, layout_of, set_layout, shard_ranges
+from colonnade.model.layout import Range, TensorLayout, deal, has_layout, layout_of, set_layout, shard_ranges
+from colonnade.shardformer.layer.own_forward import computes_as, has_own_forward
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -23,15 +23,24 @@ def adopt(native: nn.Module, layer: type[Layer], base: type[nn.Module]) -> Layer
     Args:
         base: the native class that `layer` stands in for. Where `native` is of a subclass of it (an embedding that
             scales its output, say), the new module is of that subclass too, and its `super().forward` is the layer's.
+            Where the subclass computes what `base` does by a forward of its own, the layer's takes that one's place.
 
     Raises:
-        PolicyError: `native` is not a `base`, or its class computes by a forward of its own that never calls the base's.
+        PolicyError: `native` is not a `base`, or its class computes something else by a forward of its own.
     """
-    forward = inspect.unwrap(type(native).forward)
-    if isinstance(native, base) and type(native).forward is not base.forward and not _calls_super(forward):
+    kind = type(native)
+    if not isinstance(native, base):
         raise PolicyError(
             explain(
-                f"{layer.__name__} cannot take the place of {type(native).__name__}: it multiplies in a forward of its own.",
+                f"{layer.__name__} replaces a {base.__name__}, and was given a {kind.__name__}.",
+                [("try", f"another layer class, or leave the {kind.__name__} out of the policy")],
+            )
+        )
+    own_forward = has_own_forward(native, base)
+    if own_forward and not computes_as(native, base):
+        raise PolicyError(
+            explain(
+                f"{layer.__name__} cannot take the place of {kind.__name__}: it multiplies in a forward of its own.",
                 [
                     (
                         "rule",
@@ -44,31 +53,21 @@ def adopt(native: nn.Module, layer: type[Layer], base: type[nn.Module]) -> Layer
                 ],
             )
         )
-    if not isinstance(native, base):
-        raise PolicyError(
-            explain(
-                f"{layer.__name__} replaces a {base.__name__}, and was given a {type(native).__name__}.",
-                [("try", f"another layer class, or leave the {type(native).__name__} out of the policy")],
-            )
-        )
-    module: Layer = layer.__new__(_combined(layer, type(native), base))  # type: ignore[arg-type]  # classes are hashable
+    combined: Any = _combined(layer, kind, base, own_forward)  # type: ignore[arg-type]  # classes are hashable
+    module: Layer = layer.__new__(combined)
     module.__dict__.update(native.__dict__)
     return module
 
 
-def _calls_super(forward: Any) -> bool:
-    """Whether a method mentions `super`; one that does not cannot reach the class it derives from."""
-    return "super" in getattr(getattr(forward, "__code__", None), "co_names", ("super",))
-
-
 @cache
-def _combined(layer: type, native: type, base: type) -> type:
+def _combined(layer: type, native: type, base: type, layer_first: bool) -> type:
     if native is base or issubclass(layer, native):
         return layer
-    return type(native.__name__, (native, layer), {"__module__": layer.__module__})
+    bases = (layer, native) if layer_first else (native, layer)
+    return type(native.__name__, bases, {"__module__": layer.__module__})
 
 
-def shard_parameter(param: nn.Parameter, dim: int, ranges: Sequence[tuple[int, int]], axis: Axis) -> None:
+def shard_parameter(param: nn.Parameter, dim: int, ranges: Sequence[Range], axis: Axis) -> None:
     """Cut a parameter to this rank's ranges along `dim`, in place: the Parameter object stays the same.
 
     A parameter that is already cut the same way (a tied weight, met for the second time) is left as it is.
@@ -116,19 +115,35 @@ def shard_parameter(param: nn.Parameter, dim: int, ranges: Sequence[tuple[int, i
 
 
 def ranges_of(
-    length: int, axis: Axis, what: str, pieces: int | Sequence[int] = 1, units: int | None = None
-) -> list[tuple[int, int]]:
-    """This rank's ranges along a dimension of `length`, refused where some rank of the axis would hold nothing."""
-    parts = pieces if isinstance(pieces, int) else len(pieces)
-    blocks = units or length // parts
-    if blocks < axis.size:
+    length: int,
+    axis: Axis,
+    what: str,
+    pieces: int | Sequence[int] = 1,
+    units: int | None = None,
+    heads: Sequence[int | None] | int | None = None,
+) -> list[Range]:
+    """This rank's ranges along a dimension of `length`; arguments as of `shard_ranges`.
+
+    Raises:
+        ConfigError: some rank of the axis would hold nothing.
+    """
+    most = most_ranks(length // pieces if isinstance(pieces, int) else min(pieces), units, heads)
+    if axis.size > most:
         raise ConfigError(
             explain(
-                f"{what} has {blocks} {'blocks' if units else 'entries'} to share out over {axis.size} ranks of {axis.name}.",
-                [("needs", "at least one for each rank"), ("try", f"{axis.name}_size={blocks} or less")],
+                f"{what} has {most} {'heads' if units else 'entries'} to share out over {axis.size} ranks of {axis.name}.",
+                [("needs", "at least one for each rank"), ("try", f"{axis.name}_size={most} or less")],
             )
         )
-    return shard_ranges(length, axis.rank, axis.size, pieces, units)
+    return shard_ranges(length, axis.rank, axis.size, pieces, units, heads)
+
+
+def most_ranks(entries: int, units: int | None, heads: Sequence[int | None] | int | None) -> int:
+    """The largest number of ranks on which each holds something of a part with so many entries, blocks and heads."""
+    if units is None:
+        return entries
+    counts = [n for n in (heads if isinstance(heads, Sequence) else [heads]) if n is not None]
+    return min(counts) if counts else entries  # blocks that are never cut are held by several ranks
 
 
 def sizes_of(length: int, axis: Axis) -> list[int]:
@@ -136,13 +151,16 @@ def sizes_of(length: int, axis: Axis) -> list[int]:
     return [stop - start for start, stop in deal(length, axis.size)]
 
 
-def gathered_order(length: int, axis: Axis, pieces: int | Sequence[int], units: int | None) -> torch.Tensor | None:
-    """Positions that bring the joined outputs of a fused layer back to the logical order; None where they are in order."""
-    if (pieces if isinstance(pieces, int) else len(pieces)) == 1:
-        return None
-    held = [
-        torch.arange(start, stop)
-        for rank in range(axis.size)
-        for start, stop in shard_ranges(length, rank, axis.size, pieces, units)
-    ]
-    return torch.argsort(torch.cat(held))
+def gathered_order(held: Sequence[Sequence[Range]]) -> torch.Tensor | None:
+    """Positions that bring the joined shares of all ranks to the logical order; None where they are in order already.
+
+    Args:
+        held: for each rank what it holds. Of what several hold, the first one's is taken.
+    """
+    logical = torch.cat([torch.arange(start, stop) for ranges in held for start, stop, _ in ranges])
+    order = torch.argsort(logical, stable=True)
+    in_order = logical[order]
+    first = torch.ones_like(in_order, dtype=torch.bool)
+    first[1:] = in_order[1:] != in_order[:-1]
+    order = order[first]
+    return None if torch.equal(order, torch.arange(len(logical))) else order

@@ -1,9 +1,9 @@
 """Llama, and the models whose blocks carry the same names."""
 
 from colonnade.shardformer.policy import Policy, Spine
-from colonnade.shardformer.words import col, head_norm, lm_head, norm, row, vocab_embedding
+from colonnade.shardformer.words import col, head_norm, lm_head, norm, ratio, row, vocab_embedding
 
-HEADS = "num_key_value_heads"
+KEYS, HEADS = "num_key_value_heads", "num_attention_heads"
 
 
 class LlamaPolicy(Policy):
@@ -12,7 +12,9 @@ class LlamaPolicy(Policy):
 
     def module_policy(self):
         name = self.family
-        attention = col("q_proj", "k_proj", "v_proj", units=HEADS) + row("o_proj", units=HEADS)
+        queries = col("q_proj", units=KEYS, heads=HEADS) + row("o_proj", units=KEYS, heads=HEADS)
+        keys = col("k_proj", "v_proj", units=KEYS) + ratio("num_key_value_groups", units=KEYS, heads=HEADS)
+        attention = queries + keys
         return {
             f"{name}Attention": attention + head_norm("q_norm", "k_norm", optional=True),
             f"{name}MLP": col("gate_proj", "up_proj") + row("down_proj"),

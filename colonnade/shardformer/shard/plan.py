@@ -6,14 +6,13 @@ All problems are found before anything is touched, and reported together.
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from colonnade.errors import ConfigError, PolicyError, explain
+from colonnade.errors import PolicyError, explain
 from colonnade.shardformer.description import ModulePolicyDescription, SubModuleReplacementDescription
 from colonnade.shardformer.layer.embedding import Embedding1D, VocabParallelEmbedding1D
 from colonnade.shardformer.layer.linear import ColumnParallel, RowParallel
@@ -71,7 +70,7 @@ def match(model: nn.Module, policy_map: dict[Any, ModulePolicyDescription], poli
 def rule_name(found: Match, policy_map: dict[Any, ModulePolicyDescription]) -> str:
     """Under which name a policy speaks of a matched module: a class, or a path with block numbers replaced by *."""
     if policy_map.get(found.name) is found.description:
-        return _compact([found.name])
+        return compact([found.name])
     key = _rule_for(type(found.module), policy_map)
     return key if isinstance(key, str) else key.__name__
 
@@ -91,9 +90,14 @@ def _add(found: Match, rule: SubModuleReplacementDescription, model: nn.Module) 
         native = getattr(native, part, None)
     if isinstance(native, nn.Module):
         kwargs = dict(rule.kwargs or {})
-        if isinstance(kwargs.get("units"), str):
-            kwargs["units_name"] = kwargs["units"]
-            kwargs["units"] = config_number(model, kwargs["units"], found.module)
+        for key in ("units", "heads"):
+            value = kwargs.get(key)
+            if isinstance(value, str):
+                kwargs[f"{key}_name"] = value
+            if isinstance(value, (list, tuple)):
+                kwargs[key] = [number_of(n, model, found.module) for n in value]
+            elif value is not None:
+                kwargs[key] = number_of(value, model, found.module)
         path = f"{found.name}.{rule.suffix}".lstrip(".")
         found.replacements.append(Replacement(path, native, rule.target_module, kwargs))
         return None
@@ -118,15 +122,16 @@ def _no_such_child(module: nn.Module, suffix: str) -> str:
     return f'{type(module).__name__} has no "{suffix}"{hint}{place}{", ".join(have) or "no sub-modules"}'
 
 
-def config_number(model: nn.Module, name: str, module: nn.Module | None = None) -> int:
-    """A whole number of the model's config, by name; a module's own config comes first."""
+def number_of(number: int | str | None, model: nn.Module, module: nn.Module | None = None) -> int | None:
+    """A number, or the whole number of a config that has this name; a module's own config comes before the model's."""
+    if not isinstance(number, str):
+        return number
     for owner in (module, model):
-        config = getattr(owner, "config", None)
-        value = getattr(config, name, None)
+        value = getattr(getattr(owner, "config", None), number, None)
         if isinstance(value, int):
             return value
     raise PolicyError(
-        f"the policy counts by {name!r}, which is no whole number in the config of {type(model).__name__}."
+        f"the policy counts by {number!r}, which is no whole number in the config of {type(model).__name__}."
     )
 
 
@@ -139,37 +144,83 @@ def _no_such_class(key: Any, model: nn.Module) -> str:
 
 
 def _named_twice(matches: Iterable[Match]) -> Iterator[str]:
-    seen: dict[int, str] = {}
+    """Modules for which two rules hold. One that has several places in the model may be named at each of them."""
+    seen: dict[nn.Module, Replacement] = {}
     for found in matches:
-        for replacement in found.replacements:
-            if id(replacement.native) in seen:
-                yield f"{replacement.name} is replaced twice, first as {seen[id(replacement.native)]}"
-            seen[id(replacement.native)] = replacement.name
+        for replacement in list(found.replacements):
+            first = seen.setdefault(replacement.native, replacement)
+            if first is replacement:
+                continue
+            same = first.target is replacement.target and first.kwargs == replacement.kwargs
+            if same and first.name != replacement.name:
+                found.replacements.remove(replacement)  # every place gets what replaces it; see `places_of`
+            else:
+                yield f"{replacement.name} is replaced twice, first as {first.name}"
+
+
+def places_of(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+    """For every module below the model, its parents and its names there: several where a module is used in several places."""
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for leaf, child in vars(parent)["_modules"].items():
+            if child is not None:
+                places.setdefault(child, []).append((parent, leaf))
+    return places
 
 
 def check_tied(model: nn.Module, matches: Iterable[Match]) -> None:
     """Refuse a policy that splits a weight for one of its users and leaves another, tied to it, whole.
 
+    A module that has the replaced one inside and registers its parameter once more, as BERT's head does with the bias of
+    its decoder, is no other user.
+
     Raises:
         PolicyError: naming the module that was left out, and the word that takes it in.
     """
-    replaced = {r.native for found in matches for r in found.replacements if _splits(r.target)}
-    split = {p for native in replaced for p in native.parameters(recurse=False)}
+    replaced = {r.native: r.name for found in matches for r in found.replacements if _splits(r.target)}
+    holders: dict[nn.Parameter, list[nn.Module]] = {}
+    for native in replaced:
+        for param in native.parameters(recurse=False):
+            holders.setdefault(param, []).append(native)
     for path, module in model.named_modules():
+        if module in replaced:
+            continue
         for leaf, param in module.named_parameters(recurse=False):
-            if param in split and module not in replaced:
-                parent, _, name = path.rpartition(".")
-                word = "vocab_embedding" if isinstance(module, nn.Embedding) else "lm_head"
-                owner = type(model.get_submodule(parent)).__name__
-                raise PolicyError(
-                    explain(
-                        f"{path}.{leaf} shares its weight with a layer that the policy splits, but is itself left whole.",
-                        [
-                            ("module", f"{path} ({type(module).__name__})"),
-                            ("try", f'"{owner}": {word}("{name}") in the policy'),
-                        ],
-                    )
+            if param not in holders or any(native in module.modules() for native in holders[param]):
+                continue
+            parent, _, name = path.rpartition(".")
+            word = "vocab_embedding" if isinstance(module, nn.Embedding) else "lm_head"
+            owner = type(model.get_submodule(parent)).__name__
+            raise PolicyError(
+                explain(
+                    f"{path}.{leaf} shares its weight with a layer that the policy splits, but is itself left whole.",
+                    [
+                        ("module", f"{path} ({type(module).__name__})"),
+                        ("try", f'"{owner}": {word}("{name}") in the policy'),
+                    ],
                 )
+            )
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Refuse a model with adapters of the peft package, whose layers are classes of their own around the model's.
+
+    Raises:
+        PolicyError: saying how such a model can be trained.
+    """
+    adapters = [module for module in model.modules() if type(module).__module__.partition(".")[0] == "peft"]
+    if adapters:
+        layers = sum(hasattr(module, "base_layer") for module in adapters)
+        raise PolicyError(
+            explain(
+                f"{type(model).__name__} has adapters of peft inside ({layers} layers), which cannot be split over ranks.",
+                [
+                    ("rule", "a policy speaks of the model's own layers, and an adapter stands around each of them"),
+                    ("try", "TorchDDPPlugin or tp_size=1: they train adapters as they are"),
+                    ("or", "model = model.merge_and_unload() before boost: all weights are then trained, split"),
+                ],
+            )
+        )
 
 
 def _splits(target: Any) -> bool:
@@ -177,52 +228,7 @@ def _splits(target: Any) -> bool:
     return isinstance(target, type) and issubclass(target, kinds)
 
 
-def check_divisible(matches: Iterable[Match], size: int, model_name: str) -> None:
-    """Refuse head counts and widths that the ranks cannot share out evenly. (A vocabulary may be uneven.)
-
-    Raises:
-        ConfigError: with every number that does not divide, where it stands, and the sizes that work.
-    """
-    numbers: dict[tuple[str, int], list[str]] = {}
-    for found in matches:
-        for r in found.replacements:
-            number = _split_number(r)
-            if number is not None:
-                numbers.setdefault(number, []).append(r.name)
-    bad = {(label, n): names for (label, n), names in numbers.items() if n % size}
-    if not bad:
-        return
-    common = math.gcd(*(n for _, n in numbers))
-    works = [t for t in range(1, common + 1) if common % t == 0]
-    rows = [
-        (label, f"{n} = {size} × {n // size} + {n % size}   ({_compact(names)})") for (label, n), names in bad.items()
-    ]
-    raise ConfigError(
-        explain(
-            f"tp_size={size} does not fit {model_name} ({len(bad)} problem{'s' * (len(bad) != 1)}).",
-            [*rows, ("try", "tp_size=" + " or ".join(map(str, works[:8])))],
-        )
-    )
-
-
-def _split_number(replacement: Replacement) -> tuple[str, int] | None:
-    target, kwargs = replacement.target, replacement.kwargs
-    if not isinstance(target, type) or getattr(target, "uneven", False):
-        return None
-    weight = getattr(replacement.native, "weight", None)
-    if weight is None or not issubclass(target, (ColumnParallel, RowParallel)):
-        return None
-    if kwargs.get("units") is not None:
-        return kwargs.get("units_name", "blocks"), kwargs["units"]
-    output = issubclass(target, ColumnParallel)
-    transposed = hasattr(replacement.native, "nf")
-    width = weight.shape[0 if output != transposed else 1]
-    pieces: Any = kwargs.get("pieces") or getattr(target, "PIECES", 1)
-    parts = pieces if isinstance(pieces, int) else len(pieces)
-    return f"{'output' if output else 'input'} width", width // parts
-
-
-def _compact(names: list[str]) -> str:
+def compact(names: list[str]) -> str:
     """Paths with block numbers replaced by *, each once."""
     short = dict.fromkeys(".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names)
     return ", ".join(short)

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from colonnade.cluster.log import get_logger
 from colonnade.errors import PolicyError, UsageError, explain
-from colonnade.model.layout import deal, has_layout, layout_of, set_layout
-from colonnade.shardformer.description import LocalConfig, LocalShare
+from colonnade.model.layout import deal_blocks, has_layout, layout_of, set_layout
+from colonnade.shardformer.description import LocalArgument, LocalConfig, LocalRatio, LocalShare
 from colonnade.shardformer.layer.head import VocabParallelLMHead1D
 from colonnade.shardformer.layer.linear import ColumnParallel, RowParallel
 from colonnade.shardformer.layer.logits import WholeLogits
@@ -18,8 +19,20 @@ from colonnade.shardformer.layer.loss import CausalLMLoss, LossAverage, causal_l
 from colonnade.shardformer.layer.region import Region
 from colonnade.shardformer.policy import Policy
 from colonnade.shardformer.roles import Role, form_for
-from colonnade.shardformer.shard.plan import Match, Replacement, check_divisible, check_tied, config_number, match
+from colonnade.shardformer.shard.arguments import slice_argument
+from colonnade.shardformer.shard.plan import (
+    Match,
+    Replacement,
+    check_adapters,
+    check_tied,
+    match,
+    number_of,
+    places_of,
+)
 from colonnade.shardformer.shard.shard_config import ShardConfig
+from colonnade.shardformer.shard.shares import check_shares
+
+log = get_logger(__name__)
 
 
 class ModelSharder:
@@ -41,6 +54,7 @@ class ModelSharder:
         self.average = average or LossAverage()
         self.axis = shard_config.axis
         self.replaced: list[tuple[str, str]] = []
+        self.uneven = ""  # what is shared out unequally, in words; known once it has been prepared
         self._matches: list[Match] | None = None
 
     def prepare(self) -> None:
@@ -51,6 +65,8 @@ class ModelSharder:
         """
         if self.axis.size > 1 and any(layout_of(p).sharded_axes for p in self.model.parameters()):
             raise UsageError("this model has been split already; load a plain one, or go on with the boosted one.")
+        if self.axis.size > 1:
+            check_adapters(self.model)
         self.policy.set_model(self.model)
         self.policy.set_shard_config(self.shard_config)
         self.policy.config_sanity_check()
@@ -59,15 +75,21 @@ class ModelSharder:
         matches = match(self.model, self.policy.module_policy(), type(self.policy).__name__)
         if self.axis.size > 1:
             check_tied(self.model, matches)
-            check_divisible(matches, self.axis.size, type(self.model).__name__)
+            self.uneven = check_shares(matches, self.axis.size, type(self.model).__name__)
         self._matches = matches
+
+    def warn(self) -> None:
+        """Say on one rank that shares are unequal, where they are. Whoever shards a model to use it calls this once."""
+        if self.uneven:
+            log.warning("%s", self.uneven)
 
     def shard(self) -> list[dict[str, nn.Parameter]]:
         """Do it, and return the groups of names under which one parameter is known (tied weights)."""
         if self._matches is None:
             self.prepare()
+        places = places_of(self.model)
         for found in self._matches or ():
-            self._apply(found)
+            self._apply(found, places)
         self.model = self.policy.postprocess() or self.model
         self._name_layouts()
         self._open_doors()
@@ -77,21 +99,24 @@ class ModelSharder:
             choose_attention(self.model)
         return shared_parameters(self.model)
 
-    def _apply(self, found: Match) -> None:
+    def _apply(self, found: Match, places: dict[nn.Module, list[tuple[nn.Module, str]]]) -> None:
         description = found.description
         for path, value in description.attribute_replacement.items():
             self._set_attribute(found, path, value)
+        for name, share in description.argument_replacement.items():
+            self._slice_argument(found, name, share)
         for change in description.param_replacement:
             change(found.module)
         region = self._region_for(found)
         for replacement in found.replacements:
-            parent, _, leaf = replacement.name.rpartition(".")
-            setattr(self.model.get_submodule(parent), leaf, self._make(replacement, region))
+            made = self._make(replacement, region)
+            for parent, leaf in places[replacement.native]:
+                setattr(parent, leaf, made)
         for name, function in description.method_replacement.items():
             setattr(found.module, name, MethodType(function, found.module))
 
     def _make(self, replacement: Replacement, region: Region) -> nn.Module:
-        kwargs = {key: value for key, value in replacement.kwargs.items() if key != "units_name"}
+        kwargs = {key: value for key, value in replacement.kwargs.items() if not key.endswith("_name")}
         target = form_for(replacement.target, replacement.native)
         self.replaced.append((replacement.name, getattr(target, "__name__", str(target))))
         if isinstance(target, type) and issubclass(target, Role):
@@ -113,23 +138,32 @@ class ModelSharder:
         owner: Any = found.module
         for part in parents:
             owner = getattr(owner, part)
-        if isinstance(value, LocalShare):
-            value = self._local_share(getattr(owner, leaf, None), leaf, value, found)
+        if isinstance(value, (LocalShare, LocalRatio)):
+            value = self._local(getattr(owner, leaf, None), leaf, value, found)
         elif isinstance(value, LocalConfig):
-            share, config = LocalShare(value.units), copy.copy(getattr(owner, leaf))
-            for name in value.names:  # past the config's own checks, which know the whole model only
-                config.__dict__[name] = self._local_share(config.__dict__[name], name, share, found)
+            config = copy.copy(getattr(owner, leaf))
+            for name, share in value.shares.items():  # past the config's own checks, which know the whole model only
+                config.__dict__[name] = self._local(config.__dict__[name], name, share, found)
             value = config
         setattr(owner, leaf, value)
 
-    def _local_share(self, whole: Any, name: str, share: LocalShare, found: Match) -> int:
+    def _slice_argument(self, found: Match, name: str, share: LocalArgument) -> None:
+        units = number_of(share.units, self.model, found.module) or 1
+        heads = number_of(share.heads, self.model, found.module) or units
+        held = deal_blocks(units, self.axis.size, heads // units)[self.axis.rank]
+        slice_argument(found.module, name, share.dim, held, heads, share.folded, self.axis)
+
+    def _local(self, whole: Any, name: str, share: LocalShare | LocalRatio, found: Match) -> int:
+        """What becomes on this rank of a number of the whole model."""
         if not isinstance(whole, int):
             raise PolicyError(f"{type(found.module).__name__} keeps no whole number {name!r} that could be shared out.")
-        units = share.units if share.units is not None else whole
-        if isinstance(units, str):
-            units = config_number(self.model, units, found.module)
-        start, stop = deal(units, self.axis.size)[self.axis.rank]
-        return (stop - start) * (whole // units)
+        units = number_of(share.units, self.model, found.module) or whole
+        heads = number_of(share.heads, self.model, found.module) or units
+        mine = deal_blocks(units, self.axis.size, heads // units)[self.axis.rank]
+        if isinstance(share, LocalRatio):
+            keys = deal_blocks(units, self.axis.size)[self.axis.rank]
+            return mine.size // keys.size
+        return mine.size * (whole // heads)
 
     def _name_layouts(self) -> None:
         names: dict[nn.Parameter, list[str]] = {}
@@ -141,18 +175,18 @@ class ModelSharder:
 
     def _open_doors(self) -> None:
         """Loss and logits of a model whose head is split by vocabulary."""
-        head = next((m for m in self.model.modules() if isinstance(m, VocabParallelLMHead1D)), None)
         owner: Any = causal_loss_owner(self.model)
-        if head is not None and self.axis.size > 1 and not head.gather_output:
-            if owner is not None:
-                owner.register_forward_hook(WholeLogits(head))
-            else:  # the model's own loss needs whole logits
+        heads = [m for m in self.model.modules() if isinstance(m, VocabParallelLMHead1D) and not m.gather_output]
+        heads = heads if self.axis.size > 1 else []
+        split = next((head for head in heads if owner is not None and head in owner.modules()), None)
+        for head in heads:
+            if head is not split:  # the model's own loss needs whole logits
                 head.gather_output = True
+        if split is not None:
+            owner.register_forward_hook(WholeLogits(split))
         if owner is not None:
-            split = head is not None and self.axis.size > 1 and not head.gather_output
-            owner.loss_function = CausalLMLoss(
-                self.average, self.axis if split else None, head.vocab_size if split and head is not None else None
-            )
+            tp, vocabulary = (self.axis, split.vocab_size) if split is not None else (None, None)
+            owner.loss_function = CausalLMLoss(self.average, tp, vocabulary)
 
 
 def refuse_to_save(*_: Any, **__: Any) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from colonnade.shardformer.inference import can_be_inferred, infer_policy
+from colonnade.shardformer.inference import infer_policy
 from colonnade.shardformer.layer.loss import LossAverage
 from colonnade.shardformer.policy import Policy, WholePolicy
 from colonnade.shardformer.registry import find_policy, has_policy
+from colonnade.shardformer.shard.plan import check_adapters
 from colonnade.shardformer.shard.shard_config import ShardConfig
 from colonnade.shardformer.shard.sharder import ModelSharder
 
@@ -41,6 +42,7 @@ class ShardFormer:
             PolicyError, ConfigError: before anything has been changed.
         """
         sharder = self.prepare(model, policy)
+        sharder.warn()
         shared = sharder.shard()
         return sharder.model, shared
 
@@ -61,6 +63,8 @@ class ShardFormer:
         config = self.shard_config
         if config.tensor_parallel_size == 1 and not config.enable_fused_normalization:
             return WholePolicy()
-        if has_policy(model) or not can_be_inferred(model):
+        if config.tensor_parallel_size > 1:
+            check_adapters(model)
+        if has_policy(model):
             return find_policy(model)  # which refuses where there is none
         return infer_policy(model, config.axis, config.check_inferred_policy)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from colonnade.errors import ConfigError, PolicyError, explain
+from colonnade.model.default_configs import default_config
 from colonnade.model.twin import model_class, shrink
 from colonnade.shardformer import Policy
 
@@ -77,7 +78,6 @@ def _read(path: Path) -> PretrainedConfig:
 
 
 def _default(name: str) -> PretrainedConfig:
-    from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
     if name not in CONFIG_MAPPING_NAMES:
@@ -87,7 +87,7 @@ def _default(name: str) -> PretrainedConfig:
             explain(f"there is no model {name!r}.", [*rows, *([("near", ", ".join(near))] if near else [])])
         )
     try:
-        return AutoConfig.for_model(name)
+        return default_config(name)
     except Exception as error:
         raise ConfigError(f"transformers cannot make a default configuration for {name!r}: {error}") from error
 

@@ -9,10 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from colonnade.model.layout import layout_of
+from colonnade.model.layout import TensorLayout, layout_of
 from colonnade.shardformer.layer import (
+    Conv1D_Col,
+    Conv1D_Row,
     DropoutForParallelInput,
     DropoutForReplicatedInput,
+    ShardedLayerNorm,
+    ShardedNorm,
     VocabParallelEmbedding1D,
     VocabParallelLMHead1D,
 )
@@ -79,6 +83,8 @@ def _decision(name: str, module: Any, replacement: Replacement, size: int, regio
         return Decision(
             "dropout", "its input is split: each rank draws its own mask" if own else "the same mask on all"
         )
+    if isinstance(module, ShardedNorm):
+        return _split_norm(module, size)
     if isinstance(target, type) and issubclass(target, HeadNorm):
         return Decision("head norm", "inside the region: whole on every rank")
     if isinstance(target, type) and issubclass(target, Norm):
@@ -91,8 +97,7 @@ def _decision(name: str, module: Any, replacement: Replacement, size: int, regio
 
 def _column(name: str, module: Any, replacement: Replacement, regions: Regions) -> Decision:
     layout = layout_of(module.weight)
-    local = tuple(module.weight.shape)
-    dim = next((d for d in range(len(local)) if local[d] != layout.shape[d]), 0)
+    local, dim = tuple(module.weight.shape), 1 if isinstance(module, Conv1D_Col) else 0
     pieces: Any = replacement.kwargs.get("pieces") or getattr(replacement.target, "PIECES", 1)
     parts = pieces if isinstance(pieces, int) else len(pieces)
     fused = f", {parts} fused parts each by itself" if parts > 1 else ""
@@ -107,17 +112,14 @@ def _column(name: str, module: Any, replacement: Replacement, regions: Regions) 
     if module.gather_output:
         traffic.append(Traffic("all_gather", "forward", per_token=layout.shape[dim]))
         entered += "; its output is collected on every rank"
-    share = (
-        f"{local[dim]:,} of {layout.shape[dim]:,} columns{_heads(replacement, local[dim], layout.shape[dim])}{fused}"
-    )
+    share = f"{local[dim]:,} of {layout.shape[dim]:,} columns{_heads(replacement, layout, dim)}{fused}"
     return Decision("column, fused" if parts > 1 else "column", f"{share}; {entered}", tuple(traffic))
 
 
 def _row(module: Any, replacement: Replacement) -> Decision:
     layout = layout_of(module.weight)
-    local = tuple(module.weight.shape)
-    dim = next((d for d in range(len(local)) if local[d] != layout.shape[d]), 1)
-    share = f"{local[dim]:,} of {layout.shape[dim]:,} rows{_heads(replacement, local[dim], layout.shape[dim])}"
+    local, dim = tuple(module.weight.shape), 0 if isinstance(module, Conv1D_Row) else 1
+    share = f"{local[dim]:,} of {layout.shape[dim]:,} rows{_heads(replacement, layout, dim)}"
     bias = "; the bias is added once, after the sum" if getattr(module, "bias", None) is not None else ""
     traffic = [Traffic("all_reduce", "forward", per_token=layout.shape[1 - dim])]
     if not module.parallel_input:
@@ -125,12 +127,22 @@ def _row(module: Any, replacement: Replacement) -> Decision:
     return Decision("row", f"{share}; leaves the region with the sum over ranks{bias}", tuple(traffic))
 
 
-def _heads(replacement: Replacement, local: int, whole: int) -> str:
-    units = replacement.kwargs.get("units")
+def _heads(replacement: Replacement, layout: TensorLayout, dim: int) -> str:
+    """This rank's share in heads, or in the blocks that these stand in."""
+    units, heads = replacement.kwargs.get("units"), replacement.kwargs.get("heads")
     if not units:
         return ""
-    label = replacement.kwargs.get("units_name", "blocks")
-    return f" ({units * local // whole} of {units} {label})"
+    label = replacement.kwargs.get("heads_name", "heads") if heads else replacement.kwargs.get("units_name", "blocks")
+    counts = heads if isinstance(heads, (list, tuple)) else [heads] * len(layout.boxes)
+    sizes = _sizes(replacement, layout.shape[dim], len(layout.boxes))
+    number = max(range(len(counts)), key=lambda i: counts[i] or 0)  # the part with most heads: the queries
+    box, size, count = layout.boxes[number], sizes[number], counts[number] or units
+    return f" ({box.extent[dim] * count // size} of {count} {label})"
+
+
+def _sizes(replacement: Replacement, whole: int, parts: int) -> list[int]:
+    pieces = replacement.kwargs.get("pieces")
+    return list(pieces) if isinstance(pieces, (list, tuple)) else [whole // parts] * parts
 
 
 def _embedding(module: Any) -> Decision:
@@ -150,6 +162,15 @@ def _head(module: Any, size: int) -> Decision:
         why += "the loss is computed from split logits: 3 numbers a token from each rank"
         traffic.append(Traffic("all_gather", "forward", per_token=3 * size))
     return Decision("vocabulary-parallel head", why, tuple(traffic))
+
+
+def _split_norm(module: Any, size: int) -> Decision:
+    why = f"{module.local_width:,} of {module.width:,} entries; normed by a statistic of all ranks' entries"
+    if isinstance(module, ShardedLayerNorm):
+        return Decision(
+            "split norm", why, (Traffic("all_gather", "forward", 2 * size), Traffic("all_reduce", "backward", 2))
+        )
+    return Decision("split norm", why, (Traffic("all_reduce", "forward", 1), Traffic("all_reduce", "backward", 1)))
 
 
 def _other(target: Any) -> Decision:

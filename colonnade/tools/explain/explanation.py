@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +15,13 @@ from colonnade.cluster.mesh import Axis
 from colonnade.model.layout import layout_of
 from colonnade.model.twin import build
 from colonnade.shardformer import LocalShare, Policy, ShardConfig, ShardFormer
-from colonnade.shardformer.description import LocalConfig
+from colonnade.shardformer.description import LocalConfig, LocalRatio
 from colonnade.shardformer.inference.policy import InferredPolicy
+from colonnade.shardformer.layer.partial import summed_elements
 from colonnade.shardformer.policy import WholePolicy
 from colonnade.shardformer.shard.plan import Match, match, rule_name
+from colonnade.shardformer.shard.sharder import ModelSharder
+from colonnade.shardformer.shard.shares import numbers_of
 from colonnade.tools.explain.decision import Decision, Regions, decide
 from colonnade.tools.explain.tree import Node, Traffic, fold, without_lists
 
@@ -41,6 +45,8 @@ class Explanation:
         blocks: number of repeated blocks, 0 where they were not found.
         per_block: all-reduces of whole hidden states that each block makes in a step; None where blocks differ.
         hidden: width of the hidden states.
+        fullest: parameter entries of the rank that holds most; rank 0 but where it has fewer heads than others.
+        uneven: what is shared out unequally, in words; empty where nothing is to speak of.
     """
 
     model: str
@@ -51,6 +57,8 @@ class Explanation:
     blocks: int
     per_block: int | None
     hidden: int
+    fullest: int
+    uneven: str
 
     @property
     def all_reduces(self) -> int:
@@ -94,8 +102,9 @@ class Explanation:
                 "parameters": whole,
                 "local_parameters": local,
                 "fp32_bytes": whole * FP32_BYTES,
-                "local_fp32_bytes": local * FP32_BYTES,
-                "local_adam_bytes": local * ADAM_BYTES,
+                "fullest_parameters": self.fullest,
+                "local_fp32_bytes": self.fullest * FP32_BYTES,
+                "local_adam_bytes": self.fullest * ADAM_BYTES,
                 "hidden": self.hidden,
                 "blocks": self.blocks,
                 "all_reduces_of_hidden": self.all_reduces,
@@ -124,11 +133,11 @@ def explain_model(model: nn.Module, tp: int, policy: Policy | None = None, fused
         fused_norms: as the plugin's `enable_fused_normalization`.
 
     Raises:
-        PolicyError, ConfigError: the policy does not fit the model, there is none, or the sizes do not divide.
+        PolicyError, ConfigError: the policy does not fit the model, there is none, or some rank would hold nothing.
     """
     # An axis without a process group: on the meta device nothing is communicated.
     axis = Axis("tp", tp, 0, tuple(range(tp)), None)
-    given = policy is not None
+    given, pristine = policy is not None, copy.deepcopy(model)
     native = {name: type(module).__name__ for name, module in model.named_modules()}
     whole = {id(p): p.numel() for p in model.parameters()}
     # what it would be checked on is a run in several processes: that is what `colonnade verify` is for
@@ -137,6 +146,7 @@ def explain_model(model: nn.Module, tp: int, policy: Policy | None = None, fused
     rules = sharder.policy.module_policy()
     matches = match(sharder.model, rules, type(sharder.policy).__name__)
     before = [_attributes(found) for found in matches]
+    most_of_others = _most_of_others(pristine, sharder, matches)
     sharder.shard()
     told = _Told(native, whole, _reasons(sharder.policy))
     regions = Regions(sharder.model)
@@ -151,7 +161,31 @@ def explain_model(model: nn.Module, tp: int, policy: Policy | None = None, fused
     hidden = _hidden_size(sharder.model)
     blocks, per_block = _blocks(sharder.model, sharder.policy, told, hidden, tp)
     source = _source(sharder.policy, given)
-    return Explanation(native[""], tp, type(sharder.policy).__name__, source, tree, blocks, per_block, hidden)
+    return Explanation(
+        *(native[""], tp, type(sharder.policy).__name__, source, tree, blocks, per_block, hidden),
+        fullest=max(tree.local_total, most_of_others),
+        uneven=sharder.uneven,
+    )
+
+
+def _most_of_others(model: nn.Module, sharder: ModelSharder, matches: Sequence[Match]) -> int:
+    """Parameter entries of the fullest of the other ranks, where some of these get more heads than rank 0; else 0.
+
+    Args:
+        model: a copy of the unmodified model.
+        sharder: of rank 0.
+        matches: what its policy matched.
+    """
+    axis, most = sharder.axis, 0
+    shares = [number.shares(axis.size) for number in numbers_of(matches)]
+    if all(share[0] == max(share) for share in shares):
+        return 0
+    for rank in range(1, axis.size):
+        config = replace(sharder.shard_config, tensor_parallel_process_group=replace(axis, rank=rank))
+        other = ShardFormer(config).prepare(copy.deepcopy(model), copy.copy(sharder.policy))
+        other.shard()
+        most = max(most, sum(p.numel() for p in other.model.parameters()))
+    return most
 
 
 @dataclass
@@ -175,13 +209,16 @@ def _node(name: str, path: str, module: nn.Module, told: _Told, tp: int) -> Node
     children = [_node(n, f"{path}.{n}".lstrip("."), child, told, tp) for n, child in module.named_children()]
     decision = told.decisions.get(path) or (Decision("replicated", _no_rule(told, path, tp)) if own else Decision(""))
     notes = [decision.why, *(f"shares the weight of {where}" for where in sorted(tied)), *told.changes.get(path, [])]
-    summed = [p for p in fresh if layout_of(p).partial_axes]
-    if summed:
+    summed = [p for p in fresh if summed_elements(p)]
+    if any(layout_of(p).partial_axes for p in summed):
         notes.append("the gradient is summed over the ranks, each of which has the share of its heads")
+    holders = max((len(box.holders) for p in summed for box in layout_of(p).boxes), default=0)
+    if holders > 1:
+        notes.append(f"{_shared_parts(summed[0])}held by {holders} ranks, gradient summed")
     if path not in told.decisions and any(layout_of(p).sharded_axes for p in own):
         decision = Decision("split", "")
         notes[0] = "inside the region: each rank holds the entries of its heads"
-    elif path not in told.decisions and summed:
+    elif path not in told.decisions and any(layout_of(p).partial_axes for p in summed):
         decision = Decision("replicated", "")
         notes[0] = "inside the region: whole on every rank"
     return Node(
@@ -192,9 +229,18 @@ def _node(name: str, path: str, module: nn.Module, told: _Told, tp: int) -> Node
         rule=told.rules.get(path),
         parameters=sum(told.whole.get(id(p), p.numel()) for p in fresh),
         local_parameters=sum(p.numel() for p in fresh),
-        traffic=(*decision.traffic, *(Traffic("all_reduce", "backward", fixed=p.numel()) for p in summed)),
+        traffic=(*decision.traffic, *(Traffic("all_reduce", "backward", fixed=summed_elements(p)) for p in summed)),
         children=without_lists(fold(children)),
     )
+
+
+def _shared_parts(param: nn.Parameter) -> str:
+    """Which of the parts that are fused in a layer's output several ranks hold; nothing where it is all of it."""
+    boxes = layout_of(param).boxes
+    parts = [str(number) for number, box in enumerate(boxes, 1) if len(box.holders) > 1]
+    if len(parts) == len(boxes):
+        return ""
+    return f"part{'s' * (len(parts) > 1)} {' and '.join(parts)} of {len(boxes)} "
 
 
 def _no_rule(told: _Told, path: str, tp: int) -> str:
@@ -228,10 +274,10 @@ def _changes(found: Match, before: Mapping[str, Any]) -> list[str]:
     lines = []
     for name, value in description.attribute_replacement.items():
         if isinstance(value, LocalConfig):
-            numbers = ", ".join(f"{n} {getattr(before[name], n)} → {getattr(after[name], n)}" for n in value.names)
+            numbers = ", ".join(f"{n} {getattr(before[name], n)} → {getattr(after[name], n)}" for n in value.shares)
             lines.append(f"its own copy of {name}: {numbers}")
             continue
-        shares = " (this rank's share)" if isinstance(value, LocalShare) else ""
+        shares = " (this rank's share)" if isinstance(value, (LocalShare, LocalRatio)) else ""
         lines.append(f"{name} {before[name]!r} → {after[name]!r}{shares}")
     lines += [f"method {name} is replaced" for name in description.method_replacement]
     if description.param_replacement:

@@ -59,9 +59,11 @@ def totals(explanation: Explanation) -> list[str]:
     """The last lines: parameters and bytes of a rank, and what a step communicates."""
     whole, local = explanation.tree.total, explanation.tree.local_total
     share = f"{local / whole:.0%} of the model" if whole else "nothing"
+    most = explanation.fullest
     lines = [
-        f"parameters        {whole:,} in the model, {local:,} on rank 0 ({share})",
-        f"memory a rank     {_bytes(local * FP32_BYTES)} weights in fp32, {_bytes(local * ADAM_BYTES)} with gradients "
+        f"parameters        {whole:,} in the model, {local:,} on rank 0 ({share})"
+        + (f", {most:,} on the fullest" if most != local else ""),
+        f"memory a rank     {_bytes(most * FP32_BYTES)} weights in fp32, {_bytes(most * ADAM_BYTES)} with gradients "
         "and Adam's state, activations not counted",
     ]
     if explanation.tp == 1:
@@ -74,7 +76,7 @@ def totals(explanation: Explanation) -> list[str]:
         )
     lines += [f"                  and {n} × {traffic}" for traffic, n in explanation.other_traffic.items()]
     lines.append("                  b rows, s tokens each; a step without recomputation of activations")
-    return lines
+    return [*lines, *(["", *explanation.uneven.splitlines()] if explanation.uneven else [])]
 
 
 def _heading(explanation: Explanation, source: str) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 from colonnade.errors import ConfigError, explain
 
 # Keyword arguments of transformers' LlamaConfig. The vocabulary comes from the tokenizer, the number of positions from
-# the sequence length. Head counts of the small rows divide by 2, 3 and 6: any of these tensor-parallel sizes fits.
+# the sequence length. Head counts of the small rows divide by 2, 3 and 6: with any of these tensor-parallel sizes ranks get
+# equal shares.
 PRESETS: dict[str, dict[str, Any]] = {
     "nano": {
         "hidden_size": 48,

@@ -125,7 +125,7 @@ def check_layout(config: PretrainedConfig, tp: int) -> None:
     """See, without weights or processes, whether the layers of a model can be shared out over `tp` ranks.
 
     Raises:
-        ConfigError: when head counts or widths do not divide.
+        ConfigError: when some rank would hold nothing.
         PolicyError: when there is no policy for the model's family.
     """
     from transformers import AutoModelForCausalLM

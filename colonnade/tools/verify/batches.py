@@ -2,55 +2,51 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from colonnade.model.twin import WINDOW
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-TOKENS = 2 * WINDOW  # more than a window holds
+from colonnade.shardformer.inference.probe import IGNORED, TARGETS, predicts_next, probe_inputs
 
 
-def make_batches(config: PretrainedConfig, dp: int, causal: bool) -> list[dict[str, Any]]:
-    """Two global batches, the same at every call.
+def make_batches(model: Any, dp: int = 1) -> list[dict[str, Any]]:
+    """Two global batches with everything that a model's forward takes, the same at every call.
+
+    Where targets are one for each token, the first row has fewer of them than the others, and an encoder only some; and the
+    second batch has padding, except where the mask is of another sequence than the targets.
 
     Args:
-        config: the twin's.
+        model: the twin.
         dp: data-parallel ranks, which share out the rows evenly.
-        causal: labels are the inputs; else other ids, at some of the positions.
     """
     rows = dp * max(2, -(-4 // dp))
-    text = config.get_text_config()
-    generator = torch.Generator().manual_seed(7)
-    usable = torch.tensor([i for i in range(text.vocab_size) if i not in _special_ids(config)])
-    batches = []
-    for padded in (False, True):
-        ids, others = (usable[torch.randint(len(usable), (rows, TOKENS), generator=generator)] for _ in range(2))
-        labels = ids.clone() if causal else others
-        if not causal:
-            labels = labels.masked_fill(torch.rand(labels.shape, generator=generator) < 0.5, -100)
-            labels[:, 0] = others[:, 0]  # each row has a target
-        labels[0, TOKENS // 3 :] = -100  # the first row has fewer than the others
-        batch = {"input_ids": ids, "labels": labels}
-        if padded:
-            mask = torch.ones_like(ids)
-            for row in range(rows):
-                mask[row, TOKENS - row % 4 :] = 0  # none, one, two and three positions at the end
-            batch |= {"attention_mask": mask, "labels": labels.masked_fill(mask == 0, -100)}
-            if text.is_encoder_decoder:
-                batch["labels"] = labels  # the mask is the encoder's
-        batches.append(batch)
-    return batches
+    return [_batch(model, rows, seed, padded=seed == 8) for seed in (7, 8)]
 
 
-def _special_ids(config: PretrainedConfig) -> set[int]:
-    """Ids with a meaning of their own: padding, whose embedding does not train, and places for images."""
-    found: set[int] = set()
-    for owner in (config, config.get_text_config()):
-        for name, value in vars(owner).items():
-            if name.endswith(("token_id", "token_index")):
-                found |= set(value) if isinstance(value, list) else {value}
-    return {i for i in found if isinstance(i, int)}
+def _batch(model: Any, rows: int, seed: int, padded: bool) -> dict[str, Any]:
+    batch = probe_inputs(model, torch.device("cpu"), rows=rows, seed=seed)
+    mask = batch.pop("attention_mask", None)
+    target = next((name for name in TARGETS if name in batch), None)
+    ids = batch.get("input_ids")
+    of_tokens = target is not None and batch[target].dim() == 2
+    if target is not None and of_tokens and hasattr(model, "config"):
+        batch[target] = _fewer(batch[target], predicts_next(model), seed)
+    if padded and mask is not None and ids is not None and len(ids) == rows:
+        for row in range(rows):
+            mask[row, mask.shape[1] - row % 4 :] = 0  # none, one, two and three positions at the end
+        batch["attention_mask"] = mask
+        if target is not None and of_tokens and batch[target].shape == mask.shape and "decoder_input_ids" not in batch:
+            batch[target] = batch[target].masked_fill(mask == 0, IGNORED)
+    return batch
+
+
+def _fewer(labels: torch.Tensor, causal: bool, seed: int) -> torch.Tensor:
+    """Targets in unequal numbers, at least one in each row."""
+    fewer = labels.clone()
+    if not causal:
+        generator = torch.Generator().manual_seed(seed)
+        fewer = fewer.masked_fill(torch.rand(labels.shape, generator=generator) < 0.5, IGNORED)
+        fewer[:, 0] = labels[:, 0]
+    placed = int((labels[0] == IGNORED).long().cumprod(0).sum())  # places for a picture come first and are no targets
+    fewer[0, placed + (labels.shape[1] - placed) // 3 :] = IGNORED
+    return fewer

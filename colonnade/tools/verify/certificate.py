@@ -39,6 +39,7 @@ def make_certificate(job: Job) -> dict[str, Any]:
         "saving": result["saving"],
         "traffic_per_step": result["traffic"],
         "expected_all_reduces": job.expected_all_reduces,
+        "uneven": job.uneven,
         "places": result["places"],
         "report": result["text"],
     }
@@ -85,7 +86,8 @@ def certificate_text(certificate: dict[str, Any]) -> str:
     ]
     versions = ", ".join(f"{name} {version}" for name, version in sorted(certificate["versions"].items()))
     verdict = "the same numbers as one process" if same else "NOT the numbers of one process"
-    return "\n".join([*lines, "", f"{verdict}  ({versions})"])
+    uneven = ["", *certificate["uneven"].splitlines()] if certificate["uneven"] else []
+    return "\n".join([*lines, *uneven, "", f"{verdict}  ({versions})"])
 
 
 def _difference(difference: dict[str, Any]) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from colonnade.booster import Booster
 from colonnade.booster.plugin import HybridParallelPlugin
@@ -78,9 +77,7 @@ class _Check:
 
     def __init__(self, job: Job) -> None:
         self.job, self.config = job, job.config()
-        probe = self.model()
-        self.causal = getattr(getattr(probe, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
-        self.batches = make_batches(self.config, job.layout.dp, self.causal and not self.config.is_encoder_decoder)
+        self.batches = make_batches(self.model(), job.layout.dp)
 
     def model(self) -> Any:
         """The twin, with its experts as plain operations: their grouped product does not exist in fp64."""
@@ -136,12 +133,10 @@ def _compare_loaded(check: _Check, model: Any, folder: Path) -> Saving:
     world, tolerance = Axis.of(None, "world"), Tolerance().loss
     # a whole batch on every rank, without labels: nothing is averaged
     batch = {k: v for k, v in check.batches[-1].items() if k != "labels"}
-    if check.config.is_encoder_decoder:
-        batch["decoder_input_ids"] = check.batches[-1]["input_ids"].flip(1)
-    batch = {k: v.to(current_device()) for k, v in batch.items()}
+    batch = {k: v.to(current_device()) if torch.is_tensor(v) else v for k, v in batch.items()}
     model.eval()
     with torch.no_grad():
-        ours = model(**batch, use_cache=False).logits if _takes_cache(model.unwrap()) else model(**batch).logits
+        ours = model(**batch).logits
     error, difference = "", math.inf
     try:
         loaded = type(check.model()).from_pretrained(folder, dtype=torch.float32).to(current_device()).eval()
@@ -153,10 +148,6 @@ def _compare_loaded(check: _Check, model: Any, folder: Path) -> Saving:
     of_ranks = all_gather_object((difference, error), world)
     errors = [text for _, text in of_ranks if text]
     return Saving(max(d for d, _ in of_ranks), tolerance, errors[0] if errors else "")
-
-
-def _takes_cache(model: nn.Module) -> bool:
-    return "use_cache" in type(model).forward.__code__.co_varnames
 
 
 def outcome_to_json(outcome: Outcome) -> dict[str, Any]:

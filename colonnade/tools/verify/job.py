@@ -49,6 +49,7 @@ class Job:
         source: where the sizes of the model are from.
         parameters: entries of all parameters of the model itself, not of the twin.
         expected_all_reduces: all-reduces over tp in a step of the twin, as `explain` counts them.
+        uneven: what of the model itself the ranks get unequal shares of, in words.
         folder: where the twin's configuration lies and the result goes.
     """
 
@@ -58,6 +59,7 @@ class Job:
     source: str
     parameters: int
     expected_all_reduces: int
+    uneven: str
     folder: Path
 
     def write(self) -> None:
@@ -87,7 +89,7 @@ def prepare(choice: Choice, layout: Layout, steps: int, folder: Path) -> Job:
         folder: an empty folder that all ranks see.
 
     Raises:
-        ConfigError: head counts or widths do not divide, or the model does not learn from token ids and labels.
+        ConfigError: some rank would hold nothing, or the model does not learn from token ids and labels.
         PolicyError: there is no policy for the family, or the one given does not fit.
     """
     if steps < 1:
@@ -100,7 +102,7 @@ def prepare(choice: Choice, layout: Layout, steps: int, folder: Path) -> Job:
     twin.architectures = [kind.__name__]
     twin.save_pretrained(folder / TWIN)
     expected = small.calls()["all_reduce"]
-    job = Job(layout, steps, kind.__name__, choice.source, real.tree.total, expected, folder)
+    job = Job(layout, steps, kind.__name__, choice.source, real.tree.total, expected, real.uneven, folder)
     job.write()
     return job
 

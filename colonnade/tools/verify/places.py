@@ -5,6 +5,7 @@ One process runs beside the parallel model on every rank. Outputs outside the re
 embeddings) are whole on every rank and are compared as they are, each data-parallel rank with its rows. The output of a
 column-parallel layer is compared with those columns of the whole one that its layout names. What is split without a
 layout, such as the attention inside its region, is not compared: a fault there shows in the row-parallel layer behind it.
+Of keys and values that several ranks hold the output is compared, its gradient is not: each rank has a share of that.
 
 [Note: what counts as a difference]
 One process in fp32 is compared with itself in fp64 first. A module counts as different where it is off by more than ten
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from colonnade.booster import Booster
 from colonnade.cluster.device import current_device
 from colonnade.cluster.mesh import Axis
 from colonnade.comm.collectives import all_gather_object
-from colonnade.model.layout import TensorLayout, layout_of
+from colonnade.model.layout import Range, layout_of
 from colonnade.shardformer.layer.linear import ColumnParallel, RowParallel
 from colonnade.testing.logical import largest
 from colonnade.testing.parity import rows_of
@@ -115,9 +117,10 @@ def find_places(model_fn: Callable[[], Any], batch: Mapping[str, Any], plugin: A
     many.watch(model.unwrap())
     booster.backward(model(**rows_of(dict(batch), dp.rank, dp.size)).loss, optimizer)
     modules = dict(model.unwrap().named_modules())
-    outputs = _differences(many.outputs, one.outputs, exact.outputs, modules, dp, 1.0)
+    outputs = _differences(many.outputs, one.outputs, exact.outputs, modules, dp)
     # the mean over data-parallel ranks is taken later, of the parameters' gradients
-    gradients = _differences(many.gradients, one.gradients, exact.gradients, modules, dp, 1.0 / dp.size)
+    means = {key: gradient / dp.size for key, gradient in many.gradients.items() if not _has_share(modules, key[0])}
+    gradients = _differences(means, one.gradients, exact.gradients, modules, dp, whole_only=True)
     return Places(
         _first(outputs, modules), _first(gradients, modules), tuple(disagreeing_cuts(model.unwrap())), len(outputs)
     )
@@ -137,18 +140,22 @@ def _differences(
     exact: Mapping[Key, torch.Tensor],
     modules: Mapping[str, nn.Module],
     dp: Axis,
-    factor: float,
+    whole_only: bool = False,
 ) -> list[tuple[Key, float]]:
-    """In the order of one process: each comparable tensor, and by how much it is off, 0 where that is rounding."""
+    """In the order of one process: each comparable tensor, and by how much it is off, 0 where that is rounding.
+
+    Args:
+        whole_only: leave out columns that several ranks hold.
+    """
     found = []
     for key, whole in one.items():
         module = modules.get(key[0])
         if key not in many or key not in exact or module is None:
             continue
-        ours = many[key] * factor
-        wanted = _comparable(whole, ours, module, dp)
-        if wanted is None:
+        pair = _comparable(whole, many[key], module, dp, whole_only)
+        if pair is None:
             continue
+        wanted, ours = pair
         rounding = largest(whole - exact[key].float()) / _scale(whole)
         difference = largest(ours - wanted) / _scale(whole)
         found.append((key, difference if difference > max(TOLERANCE, TIMES_ROUNDING * rounding) else 0.0))
@@ -159,32 +166,44 @@ def _scale(tensor: torch.Tensor) -> float:
     return max(largest(tensor), 1e-30)
 
 
-def _comparable(whole: torch.Tensor, ours: torch.Tensor, module: nn.Module, dp: Axis) -> torch.Tensor | None:
-    """The part of one process's tensor that this rank should hold; see [Note: what can be compared]."""
+def _has_share(modules: Mapping[str, nn.Module], name: str) -> bool:
+    """Whether a module that every rank holds whole works on this rank's heads alone, such as a norm of each head."""
+    module = modules.get(name)
+    return module is not None and any(layout_of(p).partial_axes for p in module.parameters(recurse=False))
+
+
+def _comparable(
+    whole: torch.Tensor, ours: torch.Tensor, module: nn.Module, dp: Axis, whole_only: bool
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """One process's tensor and this rank's, as far as they should be the same; see [Note: what can be compared]."""
     if whole.dim() and whole.shape[0] % dp.size == 0 and whole.shape[0] > 1:
         share = whole.shape[0] // dp.size
         rows = whole[dp.rank * share : (dp.rank + 1) * share]
     else:
         rows = whole
-    if rows.shape == ours.shape:
-        return rows
     weight = getattr(module, "weight", None)
     if isinstance(module, ColumnParallel) and isinstance(weight, nn.Parameter) and not module.gather_output:
-        columns = torch.cat([torch.arange(a, b) for a, b in _ranges(layout_of(weight))])
-        if len(columns) == ours.shape[-1] and rows.shape[:-1] == ours.shape[:-1]:
-            return rows.index_select(-1, columns)
-    return None
+        columns, mine, offset = [], [], 0
+        for start, stop, holders in _ranges(module):
+            if not (whole_only and len(holders) > 1):
+                columns.append(torch.arange(start, stop))
+                mine.append(torch.arange(offset, offset + stop - start))
+            offset += stop - start
+        if columns and offset == ours.shape[-1] and rows.shape[:-1] == ours.shape[:-1]:
+            return rows.index_select(-1, torch.cat(columns)), ours.index_select(-1, torch.cat(mine))
+        return None
+    return (rows, ours) if rows.shape == ours.shape else None
 
 
-def _ranges(layout: TensorLayout) -> list[tuple[int, int]]:
-    """(start, stop) of the boxes along the dimension that is cut."""
-    dim = _cut(layout)
-    return [(box.logical[dim], box.logical[dim] + box.extent[dim]) for box in layout.boxes]
+def _ranges(module: Any) -> list[Range]:
+    """What a layer holds of the dimension along which it is cut."""
+    layout, dim = layout_of(module.weight), _cut(module)
+    return [Range(box.logical[dim], box.logical[dim] + box.extent[dim], box.holders) for box in layout.boxes]
 
 
-def _cut(layout: TensorLayout) -> int:
-    """The dimension along which ranks hold different parts."""
-    return next((d for d in range(len(layout.shape)) if layout.local_shape[d] != layout.shape[d]), 0)
+def _cut(module: Any) -> int:
+    """The dimension of a layer's weight along which ranks hold different parts; nn.Linear keeps its outputs first."""
+    return int(isinstance(module, ColumnParallel) != isinstance(module, nn.Linear))
 
 
 def _first(differences: Sequence[tuple[Key, float]], modules: Mapping[str, nn.Module]) -> Place | None:
@@ -201,6 +220,7 @@ def _first(differences: Sequence[tuple[Key, float]], modules: Mapping[str, nn.Mo
 def disagreeing_cuts(model: nn.Module) -> list[str]:
     """Column-parallel layers that hold another part of their width than the row-parallel layer that closes their region,
     where a layer beside them does hold the same part: such as a k_proj that is cut otherwise than q_proj and v_proj.
+    A part that several ranks hold has to contain the row-parallel layer's.
     """
     regions: dict[int, list[tuple[str, Any]]] = {}
     for name, module in model.named_modules():
@@ -208,26 +228,35 @@ def disagreeing_cuts(model: nn.Module) -> list[str]:
             regions.setdefault(id(module.region), []).append((name, module))
     found: dict[str, None] = {}
     for layers in regions.values():
-        parts = {name: _parts(module) for name, module in layers}
-        closing = [parts[name] for name, module in layers if isinstance(module, RowParallel)]
+        closing = [module for _, module in layers if isinstance(module, RowParallel)]
         if len(closing) != 1:
             continue
-        agreeing = [name for name, _ in layers if parts[name] == closing[0]]
+        agreeing = [name for name, module in layers if _agree(module, closing[0])]
         for name, module in layers:
-            if parts[name] != closing[0] and len(agreeing) > 1:
+            if name not in agreeing and len(agreeing) > 1:
                 beside = ", ".join(other.rpartition(".")[2] for other in agreeing)
                 short = ".".join("*" if part.isdigit() else part for part in name.split("."))
                 found[f"{short} holds {_in_words(module)}, which is another part than {beside} hold"] = None
     return list(found)
 
 
-def _parts(module: Any) -> tuple[tuple[float, float], ...]:
-    layout = layout_of(module.weight)
-    whole = layout.shape[_cut(layout)]
-    return tuple((start / whole, stop / whole) for start, stop in _ranges(layout))
+def _agree(module: Any, closing: Any) -> bool:
+    """Whether a layer holds the part of its width that goes with what the row-parallel layer holds of its own."""
+    parts, wanted = _parts(module), _parts(closing)
+    if parts == wanted or len(parts) != len(wanted):
+        return parts == wanted
+    return all(
+        len(held.holders) > 1 and start <= first and last <= stop
+        for held, (start, stop), (first, last) in zip(_ranges(module), parts, wanted)
+    )
+
+
+def _parts(module: Any) -> list[tuple[Fraction, Fraction]]:
+    whole = layout_of(module.weight).shape[_cut(module)]
+    return [(Fraction(start, whole), Fraction(stop, whole)) for start, stop, _ in _ranges(module)]
 
 
 def _in_words(module: Any) -> str:
-    layout = layout_of(module.weight)
-    ranges = ", ".join(f"{start}–{stop - 1}" for start, stop in _ranges(layout))
-    return f"columns {ranges} of {layout.shape[_cut(layout)]} on rank {module.axis.rank} of {module.axis.name}"
+    ranges = ", ".join(f"{start}–{stop - 1}" for start, stop, _ in _ranges(module))
+    whole = layout_of(module.weight).shape[_cut(module)]
+    return f"columns {ranges} of {whole} on rank {module.axis.rank} of {module.axis.name}"
