@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 CAUSAL, OTHERS, VARIANTS, FORCED = "causal", "others", "variants", "without files"
@@ -47,38 +46,39 @@ CHANGES: dict[str, dict[str, Any]] = {
     "sam_vision_model": {"image_size": 64},
 }
 
-OTHER_CLASSES = (
-    "AlbertForMaskedLM",
-    "BartForConditionalGeneration",
-    "BertForMaskedLM",
-    "BertForSequenceClassification",
-    "BertForTokenClassification",
-    "Blip2ForConditionalGeneration",
-    "Blip2QFormerModel",
-    "Blip2VisionModel",
-    "CLIPModel",
-    "CLIPTextModel",
-    "CLIPVisionModel",
-    "DebertaV2ForMaskedLM",
-    "Dinov2Model",
-    "DistilBertForMaskedLM",
-    "ElectraForMaskedLM",
-    "LlavaForConditionalGeneration",
-    "MT5ForConditionalGeneration",
-    "ModernBertForMaskedLM",
-    "PegasusForConditionalGeneration",
-    "RobertaForMaskedLM",
-    "SamModel",
-    "SamVisionModel",
-    "SiglipModel",
-    "SiglipVisionModel",
-    "T5EncoderModel",
-    "T5ForConditionalGeneration",
-    "ViTForImageClassification",
-    "ViTModel",
-    "WhisperForConditionalGeneration",
-    "XLMRobertaForMaskedLM",
-)
+# class: its family
+OTHER_CLASSES = {
+    "AlbertForMaskedLM": "albert",
+    "BartForConditionalGeneration": "bart",
+    "BertForMaskedLM": "bert",
+    "BertForSequenceClassification": "bert",
+    "BertForTokenClassification": "bert",
+    "Blip2ForConditionalGeneration": "blip-2",
+    "Blip2QFormerModel": "blip_2_qformer",
+    "Blip2VisionModel": "blip_2_vision_model",
+    "CLIPModel": "clip",
+    "CLIPTextModel": "clip_text_model",
+    "CLIPVisionModel": "clip_vision_model",
+    "DebertaV2ForMaskedLM": "deberta-v2",
+    "Dinov2Model": "dinov2",
+    "DistilBertForMaskedLM": "distilbert",
+    "ElectraForMaskedLM": "electra",
+    "LlavaForConditionalGeneration": "llava",
+    "MT5ForConditionalGeneration": "mt5",
+    "ModernBertForMaskedLM": "modernbert",
+    "PegasusForConditionalGeneration": "pegasus",
+    "RobertaForMaskedLM": "roberta",
+    "SamModel": "sam",
+    "SamVisionModel": "sam_vision_model",
+    "SiglipModel": "siglip",
+    "SiglipVisionModel": "siglip_vision_model",
+    "T5EncoderModel": "t5",
+    "T5ForConditionalGeneration": "t5",
+    "ViTForImageClassification": "vit",
+    "ViTModel": "vit",
+    "WhisperForConditionalGeneration": "whisper",
+    "XLMRobertaForMaskedLM": "xlm-roberta",
+}
 ODD_CLASSES = {"num_labels": 5}  # a number of classes that ranks cannot share out evenly
 
 _FALCON = {"num_attention_heads": 64, "hidden_size": 4096}
@@ -225,22 +225,16 @@ def all_cases(with_file: frozenset[str]) -> list[Case]:
     causal = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
     cases = [Case(family, model, CAUSAL, changes=CHANGES.get(family, {})) for family, model in causal]
     cases += [Case(f, m, FORCED, changes=CHANGES.get(f, {}), forced=True) for f, m in causal if f in with_file]
-    cases += [_other(name) for name in OTHER_CLASSES]
+    cases += [_other(name, family) for name, family in OTHER_CLASSES.items()]
     for family, variants in VARIANT_FIELDS.items():
         model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
         cases += [Case(family, model, VARIANTS, title, fields) for title, fields in variants]
         if family in with_file:
             cases += [Case(family, model, FORCED, title, fields, forced=True) for title, fields in variants]
-    cases += [Case(family_of(name), name, VARIANTS, title, fields) for name, title, fields in VARIANT_CLASSES]
+    cases += [Case(OTHER_CLASSES[name], name, VARIANTS, title, fields) for name, title, fields in VARIANT_CLASSES]
     return cases + [Case("own", name, VARIANTS, title, sizes) for name, title, sizes in OWN_MODELS]
 
 
-def _other(name: str) -> Case:
-    family = family_of(name)
+def _other(name: str, family: str) -> Case:
     changes = CHANGES.get(family, {}) | (ODD_CLASSES if name.endswith("Classification") else {})
     return Case(family, name, OTHERS, changes=changes)
-
-
-def family_of(name: str) -> str:
-    """The model type of a transformers class."""
-    return getattr(transformers, name).config_class.model_type

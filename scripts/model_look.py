@@ -90,6 +90,11 @@ class Row:
         """Whether ranks compute what one process computes, and each holds a part of the model only."""
         return self.worst is not None and self.verdict not in (DIFFERENT, NOTHING)
 
+    @property
+    def full(self) -> bool:
+        """Whether it is proved with every region split."""
+        return self.proved and self.regions[0] == self.regions[1] > 0
+
 
 def look_at(case: Case) -> Row:
     """Build, split and train the twin of one case over all ranks. Runs on every rank; the same on each."""

@@ -200,10 +200,12 @@ def counts(found: Sequence[Found]) -> list[tuple[str, Count]]:
     return [
         ("causal language models, types", lambda tp: by_type(causal, tp)),
         ("causal language models, classes", lambda tp: by_class(causal, tp)),
+        ("causal language models, classes with every region split", lambda tp: by_class(causal, tp, full=True)),
         ("the same without policy files, types", lambda tp: by_type(inferred, tp)),
         ("the same without policy files, classes", lambda tp: by_class(inferred, tp)),
         ("encoders, encoder–decoders, vision models", lambda tp: by_type(part(found, OTHERS), tp)),
         ("configuration variants", lambda tp: by_type(part(found, VARIANTS), tp)),
+        ("configuration variants with every region split", lambda tp: by_type(part(found, VARIANTS), tp, full=True)),
         ("variants of families with a file, inferred", lambda tp: by_type(forced, tp)),
     ]
 
@@ -217,17 +219,17 @@ def counted(found: Iterable[Found], tp: int) -> list[Found]:
     ]
 
 
-def by_type(found: Iterable[Found], tp: int) -> tuple[int, int]:
-    """Rows proved, and all of which there is a model."""
-    rows = counted(found, tp)
-    return sum(f.rows[tp].proved for f in rows), len(rows)
+def by_type(found: Iterable[Found], tp: int, full: bool = False) -> tuple[int, int]:
+    """Rows proved, and all of which there is a model; with `full`, those of which every region is split."""
+    rows = [f.rows[tp] for f in counted(found, tp)]
+    return sum(row.full if full else row.proved for row in rows), len(rows)
 
 
-def by_class(found: Iterable[Found], tp: int) -> tuple[int, int]:
-    """Classes all of whose rows are proved, and all of which there is a model."""
+def by_class(found: Iterable[Found], tp: int, full: bool = False) -> tuple[int, int]:
+    """As `by_type`, of classes: a class counts where all of its rows do."""
     classes: dict[str, list[bool]] = {}
     for f in counted(found, tp):
-        classes.setdefault(f.case.model, []).append(f.rows[tp].proved)
+        classes.setdefault(f.case.model, []).append(f.rows[tp].full if full else f.rows[tp].proved)
     return sum(map(all, classes.values())), len(classes)
 
 

@@ -10,7 +10,7 @@ from colonnade.errors import UsageError
 from colonnade.tools.explain.choice import find_config, load_policy
 from colonnade.tools.explain.explanation import explain_config
 from colonnade.tools.explain.text import plain_text, rich_tree
-from colonnade.tools.train.source import quiet_transformers
+from colonnade.tools.train.source import quiet_inference, quiet_transformers
 
 EXAMPLES = """\
 examples:
@@ -20,6 +20,8 @@ examples:
   colonnade explain llama --policy mine.py:MyPolicy  what a policy of your own does
 
 No weights are loaded and no processes started: the model is laid out as on rank 0, without memory for its weights.
+A policy that is inferred, or your own, is tried on a tiny twin of the model, on ranks that are threads; the exit code is 1
+where yours computes something else than one process. `colonnade verify` trains such a twin in processes, and says where.
 """
 
 
@@ -38,6 +40,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--policy", metavar="MODULE:CLASS", help="policy of your own: package.module:Class or file.py:Class"
     )
     parser.add_argument("--fused-norms", action="store_true", help="as enable_fused_normalization of the plugin")
+    parser.add_argument(
+        "--no-check", dest="check", action="store_false", help="do not try the policy on a tiny twin of the model"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(handler=run_explain)
 
@@ -46,7 +51,7 @@ def run_explain(args: argparse.Namespace) -> int:
     """Run the command.
 
     Returns:
-        0.
+        0; 1 where a policy of one's own computes something else.
 
     Raises:
         ConfigError, PolicyError: the model cannot be laid out so; `main` prints the text and returns 2.
@@ -54,9 +59,10 @@ def run_explain(args: argparse.Namespace) -> int:
     if args.tp < 1:
         raise UsageError(f"--tp {args.tp}: a layer is shared by at least 1 process.")
     quiet_transformers()
+    quiet_inference()
     policy = load_policy(args.policy)
     choice = find_config(args.model, args.tp)
-    explanation = explain_config(choice.config, args.tp, policy, args.fused_norms)
+    explanation = explain_config(choice.config, args.tp, policy, args.fused_norms, args.check)
     if args.json:
         print(json.dumps({"source": choice.source} | explanation.to_json(), indent=1, ensure_ascii=False))
     elif sys.stdout.isatty():
@@ -65,4 +71,4 @@ def run_explain(args: argparse.Namespace) -> int:
         Console().print(rich_tree(explanation, choice.source))
     else:
         print(plain_text(explanation, choice.source))
-    return 0
+    return 1 if explanation.fault else 0

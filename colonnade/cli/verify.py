@@ -9,7 +9,7 @@ from pathlib import Path
 
 from colonnade.cli.run import start_workers
 from colonnade.tools.explain.choice import find_config
-from colonnade.tools.train.source import quiet_transformers
+from colonnade.tools.train.source import quiet_inference, quiet_transformers
 from colonnade.tools.verify.certificate import SAME, certificate_text, make_certificate, write_certificate
 from colonnade.tools.verify.job import Layout, prepare
 
@@ -59,6 +59,7 @@ def run_verify(args: argparse.Namespace) -> int:
         ConfigError, PolicyError, UsageError: before a process is started; `main` prints the text and returns 2.
     """
     quiet_transformers()
+    quiet_inference()
     layout = Layout(args.tp, args.dp, args.policy)
     choice = find_config(args.model, args.tp)
     with tempfile.TemporaryDirectory(prefix="colonnade-verify-") as folder:

@@ -1,7 +1,12 @@
 """ShardFormer: replaces a model's submodules by their parallel forms, from a declarative policy."""
 
 from colonnade.model.spine import Spine
-from colonnade.shardformer.description import LocalShare, ModulePolicyDescription, SubModuleReplacementDescription
+from colonnade.shardformer.description import (
+    LocalRatio,
+    LocalShare,
+    ModulePolicyDescription,
+    SubModuleReplacementDescription,
+)
 from colonnade.shardformer.policy import Policy
 from colonnade.shardformer.registry import find_policy, known_families
 from colonnade.shardformer.shard.shard_config import ShardConfig
@@ -14,6 +19,7 @@ from colonnade.shardformer.words import (
     lm_head,
     method,
     norm,
+    ratio,
     replicate,
     row,
     shrink,
@@ -22,6 +28,7 @@ from colonnade.shardformer.words import (
 )
 
 __all__ = [
+    "LocalRatio",
     "LocalShare",
     "ModelSharder",
     "ModulePolicyDescription",
@@ -38,6 +45,7 @@ __all__ = [
     "lm_head",
     "method",
     "norm",
+    "ratio",
     "replicate",
     "row",
     "shrink",

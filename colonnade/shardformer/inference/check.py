@@ -91,6 +91,8 @@ class in_double(TorchFunctionMode):  # noqa: N801 - used as `with in_double():`
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.float:
             function = torch.Tensor.double
+        if function is torch.full:  # the least number of float64 does not fit the type it has by default
+            kwargs = {"dtype": torch.float64 if isinstance(args[1:] and args[1], float) else None} | (kwargs or {})
         made = function(*map(_widened, args), **{key: _widened(value) for key, value in (kwargs or {}).items()})
         return made.double() if isinstance(made, torch.Tensor) and made.dtype == torch.float32 else made
 

@@ -11,6 +11,7 @@ do not place stays whole, with the reason.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Iterator
@@ -212,7 +213,7 @@ class _Judge:
     def _place(self, name: str, shape: torch.Size) -> Place | None:
         """What becomes of a parameter inside, by its shape."""
         region = self.region
-        counts = {region.units, self._finest} - {None}
+        counts = {region.units, self._finest} - {None, 0, 1}
         inner = set[int]().union(*(c.inner for c in region.columns))
         module = self.model.get_submodule(name.rpartition(".")[0])
         if math.prod(shape) == 1 or (len(shape) == 1 and shape[0] in inner):
@@ -239,9 +240,9 @@ class _Judge:
         if not heads:
             return ""
         found = []
-        widths = {self._width(c.path) for c in region.columns}
+        stream = next(iter(inspect.signature(self.model.get_submodule(region.owner).forward).parameters), "")
         for name, shape in self.block.arguments.get(region.owner, {}).items():
-            if len(shape) < 3 or heads == 1 or shape[-1] in widths:  # the last are what the columns read
+            if len(shape) < 3 or heads == 1 or name == stream or "states" in name:  # the last are what the columns read
                 continue
             if shape[0] == ROWS * heads:
                 found.append(Argument(region.owner, name, 0, heads, folded=True))

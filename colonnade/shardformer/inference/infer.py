@@ -129,7 +129,8 @@ def _shadows(model: Any) -> Iterator[nn.Module]:
     """What may be run in the model's place: copies without weights, then the model itself."""
     if can_be_rebuilt(model):
         with torch.device("meta"):
-            yield _rebuild(model, copy.deepcopy(model.config))
+            shadow = _rebuild(model, copy.deepcopy(model.config))
+        yield shadow.to("meta")  # what a constructor has made elsewhere all the same
     else:
         yield _all_training(copy.deepcopy(model).to("meta"))
     if device_of(model).type != "meta":

@@ -39,6 +39,7 @@ def probe_inputs(
     *,
     rows: int = ROWS,
     seed: int = 5,
+    targets: bool = True,
 ) -> dict[str, Any]:
     """Inputs of one forward, by name; with targets where the model takes some, except on the meta device.
 
@@ -51,6 +52,7 @@ def probe_inputs(
             that its config says.
         rows: number of sequences, or pictures.
         seed: of the generator.
+        targets: give targets where the model takes some.
 
     Raises:
         ValueError: a module without a config takes something that is not known.
@@ -58,7 +60,7 @@ def probe_inputs(
     """
     maker = _Maker(model, device, rows, seed)
     inputs = maker.inputs(dense_mask, pictures) if hasattr(model, "config") else maker.plain_inputs()
-    if device.type != "meta":
+    if targets and device.type != "meta":
         target = next((name for name in TARGETS if name in maker.names), None)
         if target is not None and (found := maker.targets(inputs)) is not None:
             inputs[target] = found
@@ -66,11 +68,16 @@ def probe_inputs(
 
 
 def probes(model: Any, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Inputs to try one after the other where the first may not run: those that reach most come first."""
+    """Inputs to try one after the other where the first may not run, without targets: those that reach most come first.
+    None where it is not known what the model takes.
+    """
     both = hasattr(model, "config") and {"input_ids", "pixel_values"} <= _names(model).keys()
-    for pictures in (True, False) if both else (False,):
-        for dense_mask in (False, True):
-            yield probe_inputs(model, device, dense_mask, pictures)
+    try:
+        for pictures in (True, False) if both else (False,):
+            for dense_mask in (False, True):
+                yield probe_inputs(model, device, dense_mask, pictures, targets=False)
+    except ValueError:  # nothing is known that could be given to it
+        return
 
 
 class assume_yes(TorchDispatchMode):  # noqa: N801 - used as `with assume_yes():`
@@ -179,6 +186,8 @@ class _Maker:
 
     def plain_inputs(self) -> dict[str, Any]:
         """Of a module without a config: token ids, under the name of its forward's first argument."""
+        if not any(isinstance(m, nn.Embedding) for m in self.model.modules()):
+            raise ValueError(f"{type(self.model).__name__} has no config and no nn.Embedding: it reads no token ids")
         first, *others = self.names
         needed = [n for n in others if self.names[n].default is inspect.Parameter.empty and n not in TARGETS]
         if needed:
@@ -223,6 +232,8 @@ class _Maker:
         try:
             with torch.no_grad():
                 self.model(**{name: ids})
+        except Exception as error:  # a model's own code
+            raise ValueError(f"{type(self.model).__name__} does not run on token ids alone: {error}") from error
         finally:
             for handle in handles:
                 handle.remove()

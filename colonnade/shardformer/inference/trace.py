@@ -218,13 +218,15 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def find_blocks(model: nn.Module) -> list[str]:
-    """Paths of the repeated blocks: members of the outermost lists of modules of one kind that hold linear layers."""
+    """Paths of the repeated blocks: members of the outermost lists of modules that hold linear layers, several each where
+    the list has more than one kind of them.
+    """
     found: list[str] = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or any(path.startswith(block + ".") for block in found):
             continue
-        kinds = {type(child) for child in module}
-        if len(kinds) == 1 and all(any(is_linear(m) for m in child.modules()) for child in module):
+        least = 1 if len({type(child) for child in module}) == 1 else 2
+        if len(module) and all(sum(map(is_linear, child.modules())) >= least for child in module):
             found += [f"{path}.{name}" for name, _ in module.named_children()]
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from colonnade.shardformer.layer import (
     VocabParallelLMHead1D,
 )
 from colonnade.shardformer.layer.embedding import Embedding1D
+from colonnade.shardformer.layer.latent import LatentLinear
 from colonnade.shardformer.layer.linear import ColumnParallel, RowParallel
 from colonnade.shardformer.roles import HeadNorm, Norm, Replicated
 from colonnade.shardformer.shard.plan import Replacement
@@ -37,17 +38,26 @@ class Decision:
 
 
 class Regions:
-    """Which column-parallel layers share an entry, read off the sharded model: they have the same Region object."""
+    """Which column-parallel layers share an entry, read off the sharded model: they have the same Region object.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._readers: dict[int, list[str]] = {}
+    Args:
+        model: sharded.
+        reads: path of a layer → what it reads, where that is known: layers that read other things enter by themselves.
+    """
+
+    def __init__(self, model: nn.Module, reads: Mapping[str, Hashable]) -> None:
+        self._reads = reads
+        self._readers: dict[Any, list[str]] = {}
         for name, module in model.named_modules():
-            if isinstance(module, ColumnParallel):
-                self._readers.setdefault(id(module.region), []).append(name)
+            if isinstance(module, ColumnParallel) and not module.inside:
+                self._readers.setdefault(self._entry(name, module), []).append(name)
 
-    def readers(self, module: ColumnParallel) -> list[str]:
+    def readers(self, name: str, module: ColumnParallel) -> list[str]:
         """Names of the layers that enter with this one, in order; the first is charged for the traffic."""
-        return self._readers[id(module.region)]
+        return self._readers[self._entry(name, module)]
+
+    def _entry(self, name: str, module: ColumnParallel) -> Hashable:
+        return id(module.region), self._reads.get(name)
 
 
 def decide(name: str, module: Any, replacement: Replacement, size: int, regions: Regions) -> Decision:
@@ -73,11 +83,16 @@ def _decision(name: str, module: Any, replacement: Replacement, size: int, regio
         gathered = (Traffic("all_gather", "forward", per_token=width),) if module.gather_output else ()
         return Decision("column-parallel embedding", f"{module.weight.shape[1]:,} of {width:,} columns", gathered)
     if isinstance(module, VocabParallelLMHead1D):
-        return _head(module, size)
+        return _head(module, replacement, size)
     if isinstance(module, ColumnParallel):
         return _column(name, module, replacement, regions)
     if isinstance(module, RowParallel):
         return _row(module, replacement)
+    if isinstance(module, LatentLinear):
+        summed = Traffic("all_reduce", "backward", per_token=layout_of(module.weight).shape[0])
+        return Decision(
+            "latent", "whole on every rank; the region begins behind it: all heads read its output", (summed,)
+        )
     if isinstance(module, (DropoutForParallelInput, DropoutForReplicatedInput)):
         own = isinstance(module, DropoutForParallelInput)
         return Decision(
@@ -101,10 +116,12 @@ def _column(name: str, module: Any, replacement: Replacement, regions: Regions) 
     pieces: Any = replacement.kwargs.get("pieces") or getattr(replacement.target, "PIECES", 1)
     parts = pieces if isinstance(pieces, int) else len(pieces)
     fused = f", {parts} fused parts each by itself" if parts > 1 else ""
-    readers = regions.readers(module)
+    readers = [] if module.inside else regions.readers(name, module)
     names = [path.rpartition(".")[2] for path in readers]
     traffic: list[Traffic] = []
-    if readers[0] == name:
+    if module.inside:
+        entered = "its input is inside the region already"
+    elif readers[0] == name:
         entered = "its input is entered here" if len(names) == 1 else f"its input is entered once, for {_list(names)}"
         traffic.append(Traffic("all_reduce", "backward", per_token=layout.shape[1 - dim]))
     else:
@@ -151,13 +168,16 @@ def _embedding(module: Any) -> Decision:
     return Decision("vocabulary-parallel", why, (Traffic("all_reduce", "forward", per_token=width),))
 
 
-def _head(module: Any, size: int) -> Decision:
+def _head(module: Any, replacement: Replacement, size: int) -> Decision:
     vocabulary, width = layout_of(module.weight).shape
     traffic = [Traffic("all_reduce", "backward", per_token=width)]
     why = f"{module.weight.shape[0]:,} of {vocabulary:,} columns; "
     if module.gather_output:
-        why += "the model's own loss needs whole logits"
-        traffic.append(Traffic("all_gather", "forward", per_token=vocabulary))
+        asked = replacement.kwargs.get("gather_output")
+        why += "its logits are gathered on every rank" if asked else "the model's own loss needs whole logits"
+        traffic.append(
+            Traffic("all_gather", "forward", per_token=size * module.weight.shape[0])
+        )  # padded to the largest
     else:
         why += "the loss is computed from split logits: 3 numbers a token from each rank"
         traffic.append(Traffic("all_gather", "forward", per_token=3 * size))

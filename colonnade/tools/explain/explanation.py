@@ -14,8 +14,8 @@ from torch import nn
 from colonnade.cluster.mesh import Axis
 from colonnade.model.layout import layout_of
 from colonnade.model.twin import build
-from colonnade.shardformer import LocalShare, Policy, ShardConfig, ShardFormer
-from colonnade.shardformer.description import LocalConfig, LocalRatio
+from colonnade.shardformer import LocalRatio, LocalShare, Policy, ShardConfig, ShardFormer
+from colonnade.shardformer.description import LocalConfig
 from colonnade.shardformer.inference.policy import InferredPolicy
 from colonnade.shardformer.layer.partial import summed_elements
 from colonnade.shardformer.policy import WholePolicy
@@ -23,7 +23,9 @@ from colonnade.shardformer.shard.plan import Match, match, rule_name
 from colonnade.shardformer.shard.sharder import ModelSharder
 from colonnade.shardformer.shard.shares import numbers_of
 from colonnade.tools.explain.decision import Decision, Regions, decide
+from colonnade.tools.explain.findings import Findings, findings_of
 from colonnade.tools.explain.tree import Node, Traffic, fold, without_lists
+from colonnade.tools.explain.trial import SAME, try_on_twin
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -40,13 +42,16 @@ class Explanation:
         model: class of the model.
         tp: number of tensor-parallel ranks.
         policy: class of the policy.
-        policy_source: where that is from.
+        policy_source: where that is from, and whether it has been checked.
         tree: the model; its root has the empty name.
         blocks: number of repeated blocks, 0 where they were not found.
         per_block: all-reduces of whole hidden states that each block makes in a step; None where blocks differ.
         hidden: width of the hidden states.
         fullest: parameter entries of the rank that holds most; rank 0 but where it has fewer heads than others.
         uneven: what is shared out unequally, in words; empty where nothing is to speak of.
+        findings: of an inferred policy; None for one that somebody wrote.
+        fault: what a tiny twin did otherwise than one process when it was split by a policy of the reader's own; empty
+            where it did the same, or where that was not tried.
     """
 
     model: str
@@ -59,6 +64,8 @@ class Explanation:
     hidden: int
     fullest: int
     uneven: str
+    findings: Findings | None = None
+    fault: str = ""
 
     @property
     def all_reduces(self) -> int:
@@ -96,7 +103,8 @@ class Explanation:
         return {
             "model": self.model,
             "tp": self.tp,
-            "policy": {"name": self.policy, "source": self.policy_source},
+            "policy": {"name": self.policy, "source": self.policy_source, "fault": self.fault}
+            | (self.findings.to_json() if self.findings else {}),
             "tree": self.tree.to_json(),
             "totals": {
                 "parameters": whole,
@@ -115,15 +123,25 @@ class Explanation:
 
 
 def explain_config(
-    config: PretrainedConfig, tp: int, policy: Policy | None = None, fused_norms: bool = False
+    config: PretrainedConfig, tp: int, policy: Policy | None = None, fused_norms: bool = False, check: bool = True
 ) -> Explanation:
-    """Explain a model of this configuration; nothing of its size is allocated. Arguments as `explain_model`."""
+    """Explain a model of this configuration; nothing of its size is allocated. Arguments as `explain_model`.
+
+    A policy that is given passes no check before it is used, as the reader may want something else than the model does;
+    here it is tried on a tiny twin all the same, and what comes out is told.
+    """
     with torch.device("meta"):
         model = build(config)
-    return explain_model(model, tp, policy, fused_norms)
+    explanation = explain_model(model, tp, policy, fused_norms, check)
+    if policy is None or tp == 1:
+        return explanation
+    fault, verdict = try_on_twin(policy, config, tp) if check else ("", "not checked")
+    return replace(explanation, fault=fault, policy_source=f"{explanation.policy_source}; {verdict}")
 
 
-def explain_model(model: nn.Module, tp: int, policy: Policy | None = None, fused_norms: bool = False) -> Explanation:
+def explain_model(
+    model: nn.Module, tp: int, policy: Policy | None = None, fused_norms: bool = False, check: bool = True
+) -> Explanation:
     """Shard a model as rank 0 of `tp` would, and say what has become of each module. The model is changed.
 
     Args:
@@ -131,6 +149,7 @@ def explain_model(model: nn.Module, tp: int, policy: Policy | None = None, fused
         tp: number of tensor-parallel ranks.
         policy: the policy to use; by default the one for its family.
         fused_norms: as the plugin's `enable_fused_normalization`.
+        check: let an inferred policy pass its check on a tiny twin, as it has to before it is used.
 
     Raises:
         PolicyError, ConfigError: the policy does not fit the model, there is none, or some rank would hold nothing.
@@ -140,31 +159,35 @@ def explain_model(model: nn.Module, tp: int, policy: Policy | None = None, fused
     given, pristine = policy is not None, copy.deepcopy(model)
     native = {name: type(module).__name__ for name, module in model.named_modules()}
     whole = {id(p): p.numel() for p in model.parameters()}
-    # what it would be checked on is a run in several processes: that is what `colonnade verify` is for
-    config = ShardConfig(axis, enable_fused_normalization=fused_norms, check_inferred_policy=False)
+    config = ShardConfig(axis, enable_fused_normalization=fused_norms, check_inferred_policy=check)
     sharder = ShardFormer(config).prepare(model, policy)
     rules = sharder.policy.module_policy()
     matches = match(sharder.model, rules, type(sharder.policy).__name__)
     before = [_attributes(found) for found in matches]
     most_of_others = _most_of_others(pristine, sharder, matches)
+    findings = findings_of(sharder.policy, pristine)
     sharder.shard()
-    told = _Told(native, whole, _reasons(sharder.policy))
-    regions = Regions(sharder.model)
+    told = _Told(native, whole, findings)
+    regions = Regions(sharder.model, findings.reads if findings else {})
     for found, values in zip(matches, before):
         told.rules[found.name] = rule_name(found, rules)
         told.changes.setdefault(found.name, []).extend(_changes(found, values))
+        if found.description.param_replacement and findings is None:
+            told.changes[found.name].append("its parameters are changed by the policy")
         for replacement in found.replacements:
             module = sharder.model.get_submodule(replacement.name)
             told.decisions[replacement.name] = decide(replacement.name, module, replacement, tp, regions)
             told.rules[replacement.name] = rule_name(found, rules)
+            told.owners |= {id(p): replacement.name for p in module.parameters(recurse=False)}
     tree = _node("", "", sharder.model, told, tp)
     hidden = _hidden_size(sharder.model)
     blocks, per_block = _blocks(sharder.model, sharder.policy, told, hidden, tp)
-    source = _source(sharder.policy, given)
+    source = _source(sharder.policy, given, check)
     return Explanation(
         *(native[""], tp, type(sharder.policy).__name__, source, tree, blocks, per_block, hidden),
         fullest=max(tree.local_total, most_of_others),
         uneven=sharder.uneven,
+        findings=findings,
     )
 
 
@@ -194,7 +217,8 @@ class _Told:
 
     native: Mapping[str, str]
     whole: Mapping[int, int]  # id of a parameter → its entries before sharding
-    reasons: Mapping[str, str]  # path of a layer that an inferred policy leaves whole → why
+    findings: Findings | None  # of an inferred policy
+    owners: dict[int, str] = field(default_factory=dict)  # id of a parameter → the replaced module that has it
     decisions: dict[str, Decision] = field(default_factory=dict)
     rules: dict[str, str | None] = field(default_factory=dict)
     changes: dict[str, list[str]] = field(default_factory=dict)
@@ -203,24 +227,25 @@ class _Told:
 
 def _node(name: str, path: str, module: nn.Module, told: _Told, tp: int) -> Node:
     own = list(module.parameters(recurse=False))
-    fresh = [p for p in own if id(p) not in told.seen]
-    tied = {told.seen[id(p)] for p in own if id(p) in told.seen}
+    elsewhere = told.seen if path in told.decisions else told.owners | told.seen
+    fresh = [p for p in own if id(p) not in elsewhere]
+    tied = {elsewhere[id(p)] for p in own if id(p) in elsewhere}
     told.seen |= {id(p): path for p in fresh}
     children = [_node(n, f"{path}.{n}".lstrip("."), child, told, tp) for n, child in module.named_children()]
-    decision = told.decisions.get(path) or (Decision("replicated", _no_rule(told, path, tp)) if own else Decision(""))
-    notes = [decision.why, *(f"shares the weight of {where}" for where in sorted(tied)), *told.changes.get(path, [])]
+    decision = told.decisions.get(path) or _undecided(module, path, told, tp)
+    gathered = told.findings.heads.get(path, "") if told.findings else ""
+    notes = [
+        decision.why,
+        gathered,
+        *(f"shares the weight of {where}" for where in sorted(tied)),
+        *told.changes.get(path, []),
+    ]
     summed = [p for p in fresh if summed_elements(p)]
     if any(layout_of(p).partial_axes for p in summed):
         notes.append("the gradient is summed over the ranks, each of which has the share of its heads")
     holders = max((len(box.holders) for p in summed for box in layout_of(p).boxes), default=0)
     if holders > 1:
         notes.append(f"{_shared_parts(summed[0])}held by {holders} ranks, gradient summed")
-    if path not in told.decisions and any(layout_of(p).sharded_axes for p in own):
-        decision = Decision("split", "")
-        notes[0] = "inside the region: each rank holds the entries of its heads"
-    elif path not in told.decisions and any(layout_of(p).partial_axes for p in summed):
-        decision = Decision("replicated", "")
-        notes[0] = "inside the region: whole on every rank"
     return Node(
         name=name,
         native=told.native.get(path, type(module).__name__),
@@ -232,6 +257,23 @@ def _node(name: str, path: str, module: nn.Module, told: _Told, tp: int) -> Node
         traffic=(*decision.traffic, *(Traffic("all_reduce", "backward", fixed=summed_elements(p)) for p in summed)),
         children=without_lists(fold(children)),
     )
+
+
+def _undecided(module: nn.Module, path: str, told: _Told, tp: int) -> Decision:
+    """What has become of the tensors of a module that was not replaced: a policy may have changed them in place."""
+    tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    own = {name: t for name, t in tensors if id(t) not in told.owners}
+    cut = [name for name, t in own.items() if layout_of(t).sharded_axes]
+    summed = [name for name, t in own.items() if layout_of(t).partial_axes]
+    if not cut and not summed:
+        has_parameters = any(isinstance(t, nn.Parameter) for t in own.values())
+        return Decision("replicated", _no_rule(told, path, tp)) if has_parameters else Decision("")
+    told_of = []
+    for names, what in ((cut, "cut to this rank's share"), (summed, "whole on every rank")):
+        label = "" if len(names) == len(own) else f"{', '.join(names)} "
+        if names:
+            told_of.append(f"{label}{what}")
+    return Decision("split" if cut else "replicated", f"inside the region: {', '.join(told_of)}")
 
 
 def _shared_parts(param: nn.Parameter) -> str:
@@ -246,15 +288,9 @@ def _shared_parts(param: nn.Parameter) -> str:
 def _no_rule(told: _Told, path: str, tp: int) -> str:
     if tp == 1:
         return "one rank: nothing is split"
-    if path in told.reasons:
-        return f"left whole: {told.reasons[path]}"
+    if told.findings is not None:
+        return told.findings.modules.get(path, "outside the regions: whole on every rank")
     return "no rule for it: whole on every rank" if path not in told.rules else "its own parameters stay whole"
-
-
-def _reasons(policy: Policy) -> dict[str, str]:
-    """Why an inferred policy leaves layers whole, by their paths."""
-    regions = policy.regions if isinstance(policy, InferredPolicy) else []
-    return {layer.path: r.reason for r in regions if r.reason for layer in (*r.columns, r.row)}
 
 
 def _attributes(found: Match) -> dict[str, Any]:
@@ -277,11 +313,13 @@ def _changes(found: Match, before: Mapping[str, Any]) -> list[str]:
             numbers = ", ".join(f"{n} {getattr(before[name], n)} → {getattr(after[name], n)}" for n in value.shares)
             lines.append(f"its own copy of {name}: {numbers}")
             continue
-        shares = " (this rank's share)" if isinstance(value, (LocalShare, LocalRatio)) else ""
+        share = isinstance(value, (LocalShare, LocalRatio))
+        if share and before[name] == after[name]:
+            continue
+        shares = " (this rank's share)" if share else ""
         lines.append(f"{name} {before[name]!r} → {after[name]!r}{shares}")
+    lines += [f"its argument {name} is cut to this rank's heads" for name in description.argument_replacement]
     lines += [f"method {name} is replaced" for name in description.method_replacement]
-    if description.param_replacement:
-        lines.append("its parameters are changed by the policy")
     return lines
 
 
@@ -299,7 +337,7 @@ def _blocks(model: nn.Module, policy: Policy, told: _Told, hidden: int, tp: int)
         lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
         blocks = max(lists, key=len, default=[])
     names = {id(module): name for name, module in model.named_modules()}
-    again = _Told(told.native, told.whole, told.reasons, told.decisions, told.rules, told.changes)
+    again = _Told(told.native, told.whole, told.findings, told.owners, told.decisions, told.rules, told.changes)
     counts = [
         sum(n for traffic, n in _node("", names[id(block)], block, again, tp).messages() if _is_hidden(traffic, hidden))
         for block in blocks
@@ -311,10 +349,10 @@ def _is_hidden(traffic: Traffic, hidden: int) -> bool:
     return traffic.operation == "all_reduce" and traffic.per_token == hidden
 
 
-def _source(policy: Policy, given: bool) -> str:
+def _source(policy: Policy, given: bool, check: bool) -> str:
     if isinstance(policy, WholePolicy):
         return "nothing to do"
     if isinstance(policy, InferredPolicy):
-        return "inferred from one forward of the model, and not checked here: `colonnade verify` does that"
+        return f"inferred from one forward of the model; {SAME if check else 'not checked'}"
     where = type(policy).__module__
     return f"given by you ({where})" if given else f"the family's own, {where.replace('.', '/')}.py"

@@ -80,12 +80,14 @@ def totals(explanation: Explanation) -> list[str]:
 
 
 def _heading(explanation: Explanation, source: str) -> str:
-    return "\n".join(
-        [
-            f"{explanation.model}, tp {explanation.tp}: {source}",
-            f"policy {explanation.policy}: {explanation.policy_source}",
-        ]
-    )
+    lines = [
+        f"{explanation.model}, tp {explanation.tp}: {source}",
+        f"policy {explanation.policy}: {explanation.policy_source}",
+    ]
+    findings = explanation.findings
+    if findings is not None:
+        lines += [str(findings), *(f"  {what}: {why}" for what, why in findings.whole.items())]
+    return "\n".join(lines)
 
 
 def _rows(node: Node, prefix: str) -> Iterator[tuple[str, str, str, str]]:

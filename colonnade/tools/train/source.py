@@ -6,6 +6,7 @@ know one form only, and a quantised file is expanded once instead of once per ra
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ import torch
 from colonnade.cluster.mesh import Axis
 from colonnade.errors import ConfigError, explain
 from colonnade.shardformer import ShardConfig, ShardFormer
+from colonnade.shardformer.inference import infer_policy
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -26,6 +28,11 @@ def quiet_transformers() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+def quiet_inference() -> None:
+    """Let the inference of policies only warn in this process: its ranks, or an explanation, say what it has found."""
+    logging.getLogger(infer_policy.__module__).setLevel(logging.WARNING)
 
 
 def first_line(error: Exception) -> str:
@@ -126,17 +133,18 @@ def check_layout(config: PretrainedConfig, tp: int) -> None:
 
     Raises:
         ConfigError: when some rank would hold nothing.
-        PolicyError: when there is no policy for the model's family.
+        PolicyError: when no policy is written for the model's family, and none that is inferred passes its check.
     """
     from transformers import AutoModelForCausalLM
 
     if tp == 1:
         return
+    quiet_inference()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     # An axis without a process group: preparing only looks, and whichever rank it is for, the answer is the same.
     axis = Axis("tp", tp, 0, tuple(range(tp)), None)
-    ShardFormer(ShardConfig(axis, check_inferred_policy=False)).prepare(model)
+    ShardFormer(ShardConfig(axis)).prepare(model)
 
 
 def build_model(start: Path, from_scratch: bool, seed: int) -> PreTrainedModel:

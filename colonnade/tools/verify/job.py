@@ -96,9 +96,10 @@ def prepare(choice: Choice, layout: Layout, steps: int, folder: Path) -> Job:
         raise UsageError(f"--steps {steps}: at least 1 step is compared.")
     kind = model_class(choice.config)
     _check_inputs(kind)
-    real = explain_config(choice.config, layout.tp, load_policy(layout.policy))
+    check = layout.policy is None  # a policy of one's own is tried by the ranks
+    real = explain_config(choice.config, layout.tp, load_policy(layout.policy), check=check)
     twin = shrink(choice.config, layout.tp)
-    small = explain_config(twin, layout.tp, load_policy(layout.policy))
+    small = explain_config(twin, layout.tp, load_policy(layout.policy), check=check)
     twin.architectures = [kind.__name__]
     twin.save_pretrained(folder / TWIN)
     expected = small.calls()["all_reduce"]

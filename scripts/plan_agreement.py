@@ -1,0 +1,327 @@
+"""Writes docs/agreement.md: where an inferred policy and transformers' own plan (`tp_plan`) split a model differently.
+
+    python scripts/plan_agreement.py                       # tiny twins of all families that have a plan; under a minute
+    python scripts/plan_agreement.py --only gemma2,glm     # some of them, printed and not written
+
+Compared is what is done with each parameter. A difference of a kind that is not known, or one that is not in `EXPLAINED`
+where their plan splits more, ends the script with exit code 1; a test says the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from colonnade.cluster.mesh import Axis
+from colonnade.errors import PolicyError
+from colonnade.model.default_configs import default_config
+from colonnade.model.layout import layout_of
+from colonnade.model.twin import shrink
+from colonnade.shardformer import ModelSharder, ShardConfig
+from colonnade.shardformer.inference import infer_policy
+from colonnade.shardformer.layer.latent import LatentLinear
+from colonnade.tools.train.source import quiet_inference, quiet_transformers
+
+PAGE = Path(__file__).parent.parent / "docs" / "agreement.md"
+TWO = Axis("tp", 2, 0, (0, 1), None)  # on which nothing is communicated
+COLUMN, ROW, SUMMED, LATENT, WHOLE = "by columns", "by rows", "whole, gradient summed", "low-rank stage, whole", "whole"
+
+STYLES = {
+    "colwise": COLUMN,
+    "colwise_gather_output": COLUMN,
+    "colwise_rep": COLUMN,
+    "embedding_rowwise": COLUMN,
+    "packed_colwise": COLUMN,
+    "rowwise": ROW,
+    "rowwise_split_input": ROW,
+    "rowwise_rep": ROW,
+    "packed_rowwise": ROW,
+    "replicated_with_grad_allreduce": SUMMED,
+    "mla_kv_a_proj": LATENT,
+}
+GATHERED = {"colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep"}
+
+SAME = "the same"
+LOGITS = "their logits are gathered, ours stay split"
+ACTIVATIONS = "split by both; they gather the activations and compute in one piece, we compute in parts"
+OURS = "split by us, whole in their plan"
+INSIDE = "inside a region: its gradient is summed by us, and not in their plan"
+EXPERTS = "experts: split by them, whole with us"
+THEIRS = "split by them, not or otherwise by us"
+REFUSED = "no policy can be inferred"
+KINDS = (SAME, LOGITS, ACTIVATIONS, OURS, INSIDE, EXPERTS, THEIRS, REFUSED)
+
+# (family, part of the parameter's name): why their plan splits what an inferred policy does not, or splits otherwise
+_CONVOLUTION = (
+    "linear attention: one convolution runs over queries, keys and values together, and the region stays whole"
+)
+_DOGE = (
+    "one number for each head, made from the values; their plan fails in transformers itself, on a mask over all heads"
+)
+EXPLAINED: dict[tuple[str, str], str] = {
+    ("doge", "self_attn.v_proj"): _DOGE,
+    ("doge", "self_attn.dt_proj"): _DOGE,
+    ("hrm_text", "L_module"): "its first call is without gradients, and a look sees the first call only",
+    ("gemma3n_text", "self_attn"): "a block that reads keys and values which an earlier block has made stays whole",
+    **{(family, "linear_attn"): _CONVOLUTION for family in ("lara_mini", "qwen3_5", "qwen3_5_moe", "qwen4_exp")},
+    ("qwen4_exp", "input_mix_weight"): "mixes residual streams, outside the regions",
+    ("qwen4_exp", "indexer"): "chooses what attention reads: all of it is needed on every rank",
+    ("gemma3n", ""): "needs a package for pictures; `gemma3n_text` stands for it",
+    ("gemma4_assistant", ""): "does not run by itself: it reads the states of another model",
+    ("gemma4_unified_assistant", ""): "does not run by itself: it reads the states of another model",
+    ("granitemoehybrid", ""): "the twin of its default configuration has no attention layer, and does not run",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A parameter with which something else is done.
+
+    Args:
+        name: of the parameter, with block numbers as *.
+        kind: one of `KINDS`.
+        theirs, ours: what is done with it; for a model without a policy the error.
+    """
+
+    name: str
+    kind: str
+    theirs: str
+    ours: str
+
+
+@dataclass
+class Comparison:
+    """A family's plan beside the inferred policy.
+
+    Args:
+        same: number of parameters that their plan speaks of, or we split, and that are treated alike.
+    """
+
+    family: str
+    model: str
+    same: int = 0
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def unexplained(self) -> list[Difference]:
+        """Differences that somebody has to look at."""
+        open_kinds = (THEIRS, REFUSED)
+        return [d for d in self.differences if d.kind in open_kinds and reason_of(self.family, d) is None]
+
+
+def reason_of(family: str, difference: Difference) -> str | None:
+    """Why there is a difference that is not explained by its kind."""
+    found = (why for (name, part), why in EXPLAINED.items() if name == family and part in difference.name)
+    return next(found, None)
+
+
+def families() -> Iterator[tuple[str, Any, Any]]:
+    """Model type, class and default configuration of each causal language model that has a plan, each class once."""
+    seen: set[str] = set()
+    for family, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if name in seen:
+            continue
+        config = default_config(family)
+        kind = getattr(transformers, name)
+        if not isinstance(config, kind.config_class):
+            config = next((part for part in vars(config).values() if isinstance(part, kind.config_class)), config)
+        parts = (config, config.get_text_config())
+        if any(getattr(part, "base_model_tp_plan", None) for part in parts):
+            seen.add(name)
+            yield family, kind, config
+
+
+def compare(family: str, kind: Any, config: Any) -> Comparison:
+    """Build a tiny twin, infer a policy for it, and hold its layouts against the plan."""
+    found = Comparison(family, kind.__name__)
+    torch.manual_seed(0)
+    try:
+        model = kind._from_config(shrink(config, TWO.size), dtype=torch.float32)
+        plan = dict(model.tp_plan or {})
+        model, replaced = split(model)
+    except (PolicyError, ImportError) as error:  # the latter for packages that are not there
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = next((line.removeprefix("reason").strip() for line in lines if line.startswith("reason")), lines[0])
+        found.differences.append(Difference("", REFUSED, "", reason))
+        return found
+    told: dict[str, Difference] = {}
+    for name, parameter in model.named_parameters():
+        short = starred(name)
+        theirs, style = planned(short, parameter, plan)
+        ours = done(name, parameter, replaced)
+        if ours == theirs == WHOLE:
+            continue
+        what = kind_of(short, theirs, style, ours)
+        if short not in told or told[short].kind == SAME:  # of several blocks, one that differs
+            told[short] = Difference(short, what, style or WHOLE, ours)
+    found.same = sum(d.kind == SAME for d in told.values())
+    found.differences = [d for d in told.values() if d.kind != SAME]
+    return found
+
+
+def split(model: Any) -> tuple[Any, Mapping[str, str]]:
+    """The model as rank 0 holds it, and which class stands where.
+
+    The policy is what inference finds, without the check of a twin; with it only where that cannot be applied.
+    """
+    for check in (False, True):
+        policy = infer_policy(model, TWO, check=check)
+        sharder = ModelSharder(model, policy, ShardConfig(TWO))
+        try:
+            sharder.shard()
+        except Exception:
+            if check:
+                raise
+            model = type(model)._from_config(model.config, dtype=torch.float32)
+            continue
+        break
+    return sharder.model, dict(sharder.replaced)
+
+
+def starred(name: str) -> str:
+    """A path with block numbers as *."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def planned(short: str, parameter: torch.Tensor, plan: Mapping[str, str]) -> tuple[str, str]:
+    """What their plan does with a parameter, and the name it has for that."""
+    style = plan.get(short) or plan.get(short.rpartition(".")[0]) or ""
+    what = STYLES.get(style, WHOLE)
+    if parameter.numel() == 1 or (what == ROW and short.endswith(".bias")):
+        what = WHOLE  # the bias is added after the sum
+    return what, style
+
+
+def done(name: str, parameter: torch.Tensor, replaced: Mapping[str, str]) -> str:
+    """What the policy has done with a parameter."""
+    layout = layout_of(parameter)
+    kind = replaced.get(name.rpartition(".")[0], "")
+    if layout.sharded_axes:
+        return ROW if kind.endswith("_Row") else COLUMN
+    if kind == LatentLinear.__name__:
+        return LATENT
+    return SUMMED if layout.partial_axes else WHOLE
+
+
+def kind_of(name: str, theirs: str, style: str, ours: str) -> str:
+    """Of which kind a difference is."""
+    split_by_us = ours in (COLUMN, ROW)
+    if split_by_us and style in GATHERED:
+        return LOGITS if name.endswith("lm_head.weight") else ACTIVATIONS
+    if ours == theirs:
+        return SAME
+    if theirs == WHOLE and ours == SUMMED:
+        return INSIDE
+    if theirs == WHOLE and (split_by_us or ours == LATENT):
+        return OURS
+    if "experts" in name and ours == WHOLE:
+        return EXPERTS
+    return THEIRS
+
+
+def page(found: list[Comparison]) -> str:
+    """The document."""
+    counts = counted(found)
+    parameters = sum(counts.values()) - counts[REFUSED]
+    lines = [
+        "# Inferred policies beside transformers' own plans",
+        "",
+        "After this page you know where an inferred policy splits a model otherwise than the plan that transformers has for it.",
+        "",
+        "<!-- written by scripts/plan_agreement.py (`make agreement`); not by hand -->",
+        "",
+        f"transformers {transformers.__version__} has a tensor-parallel plan (`tp_plan`) for {len(found)} classes of causal",
+        "language models. Each is held against what inference finds in a tiny twin of the model, parameter by parameter",
+        "(alike blocks count once; what both leave whole is not counted). The plans are never obeyed: what proves a policy is",
+        "its numbers ([models.md](models.md)). They are a second opinion, and a difference has to have an explanation.",
+        "",
+        "| | parameters | families |",
+        "| --- | --- | --- |",
+    ]
+    for kind in KINDS:
+        families = sum(bool(c.same) if kind == SAME else any(d.kind == kind for d in c.differences) for c in found)
+        lines.append(f"| {kind} | {'' if kind == REFUSED else counts[kind]} | {families} |")
+    share = (counts[SAME] + counts[LOGITS]) / parameters
+    lines += ["", f"Of {parameters} parameters {share:.0%} are treated alike, or but for the gathering of logits.", ""]
+    for kind in (THEIRS, REFUSED):
+        rows = [(c, d) for c in found for d in c.differences if d.kind == kind]
+        lines += [f"## {kind[0].upper()}{kind[1:]}", ""]
+        lines += ["| family | parameter | their plan | here | why |", "| --- | --- | --- | --- | --- |"] * bool(rows)
+        lines += [
+            f"| `{c.family}` | {f'`{d.name}`' if d.name else ''} | {d.theirs} | {d.ours} | {reason_of(c.family, d) or 'NOT EXPLAINED'} |"
+            for c, d in rows
+        ]
+        lines += [""] if rows else ["None.", ""]
+    for kind in (OURS, ACTIVATIONS, INSIDE, EXPERTS):
+        lines += [f"## {kind[0].upper()}{kind[1:]}", ""]
+        lines += [f"- `{c.family}`: {listed(c, kind)}" for c in found if any(d.kind == kind for d in c.differences)]
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def listed(comparison: Comparison, kind: str) -> str:
+    """The parameters of a kind, shortened to their last two names."""
+    names = [".".join(d.name.removesuffix(".weight").split(".")[-2:]) for d in comparison.differences if d.kind == kind]
+    return ", ".join(f"`{name}`" for name in dict.fromkeys(names))
+
+
+def counted(found: list[Comparison]) -> Counter[str]:
+    """How many parameters are treated in which way."""
+    counts = Counter(d.kind for c in found for d in c.differences)
+    counts[SAME] += sum(c.same for c in found)
+    return counts
+
+
+def problems(found: list[Comparison]) -> list[str]:
+    """Differences without an explanation, and explanations without a difference."""
+    named = {c.family for c in found}
+    told = [f"{c.family}: {d.name or d.ours}: {d.kind} ({d.theirs}; {d.ours})" for c in found for d in c.unexplained]
+    met = {
+        (c.family, part)
+        for c in found
+        for d in c.differences
+        for f, part in EXPLAINED
+        if f == c.family and part in d.name
+    }
+    stale = [key for key in EXPLAINED if key[0] in named and key not in met]
+    return told + [f"{family}: {part}: explained, and there is no such difference" for family, part in stale]
+
+
+def look(only: str = "") -> list[Comparison]:
+    """The comparisons of all families, or of some."""
+    quiet_transformers()
+    quiet_inference()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    names = {name.strip() for name in only.split(",") if name.strip()}
+    return [compare(*found) for found in families() if not names or found[0] in names]
+
+
+def main() -> int:
+    """Run the script; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="NAME,NAME", help="families; nothing is written")
+    args = parser.parse_args()
+    found = look(args.only)
+    if args.only:
+        print(page(found))
+    else:
+        PAGE.write_text(page(found), encoding="utf-8")
+        print(f"{PAGE}: written")
+    wrong = problems(found)
+    print("\n".join(wrong))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""Inferred policies beside transformers' own plans: every difference has an explanation, and docs/agreement.md is up to date."""
+
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+
+
+@pytest.fixture
+def agreement(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import plan_agreement
+
+    return plan_agreement
+
+
+@pytest.mark.timeout(600)  # half a minute of work, on a machine that may be busy
+def test_every_difference_is_explained_and_the_page_says_so(agreement):
+    found = agreement.look()
+    assert len(found) > 100
+    assert agreement.problems(found) == []
+    assert agreement.page(found) == agreement.PAGE.read_text(encoding="utf-8"), "run `make agreement`"
+    counts = agreement.counted(found)
+    assert counts[agreement.THEIRS] < 0.05 * counts[agreement.SAME]
+
+
+def test_a_difference_is_seen_and_told(agreement, monkeypatch):
+    [llama] = agreement.look("llama")
+    assert (
+        llama.same == 8
+        and [d.kind for d in llama.differences] == [agreement.LOGITS]
+        and not agreement.problems([llama])
+    )
+    config = next(config for family, _, config in agreement.families() if family == "llama")
+    kind = next(kind for family, kind, _ in agreement.families() if family == "llama")
+    plan = {"layers.*.mlp.down_proj": "colwise", "layers.*.input_layernorm": "colwise"}
+    monkeypatch.setattr(config, "base_model_tp_plan", plan, raising=False)
+    changed = agreement.compare("llama", kind, config)
+    told = {d.name.rpartition("layers.*.")[2]: (d.kind, d.theirs, d.ours) for d in changed.differences}
+    assert told["mlp.down_proj.weight"] == (agreement.THEIRS, "colwise", agreement.ROW)
+    assert told["input_layernorm.weight"] == (agreement.THEIRS, "colwise", agreement.WHOLE)
+    assert told["self_attn.q_proj.weight"] == (agreement.OURS, agreement.WHOLE, agreement.COLUMN)
+    assert len(agreement.problems([changed])) == 2
+    assert "NOT EXPLAINED" in agreement.page([changed])
+
+
+def test_an_explanation_without_a_difference_is_told(agreement, monkeypatch):
+    monkeypatch.setitem(agreement.EXPLAINED, ("llama", "q_proj"), "because")
+    [problem] = agreement.problems(agreement.look("llama"))
+    assert problem == "llama: q_proj: explained, and there is no such difference"
