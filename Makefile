@@ -17,7 +17,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: help setup demo test check format test-real bench proof models clean
+.PHONY: help setup demo test check format test-real bench proof models agreement clean
 
 help:
 	@echo "make demo       train a small model on four processes, then generate with it through plain transformers"
@@ -27,6 +27,7 @@ help:
 	@echo "make bench      measure tensor parallelism on this machine"
 	@echo "make proof      compute the tables of proved models in README.md and docs/proof.md anew"
 	@echo "make models     compute docs/models.md anew: every language model of transformers, split over two processes (minutes)"
+	@echo "make agreement  compute docs/agreement.md anew: inferred policies beside transformers' own plans (minutes)"
 	@echo "make clean      remove the environment and what the demo wrote"
 
 setup: $(READY)
@@ -66,6 +67,9 @@ proof: $(READY)
 
 models: $(READY)
 	$(BIN)/python scripts/model_table.py $(ARGS)
+
+agreement: $(READY)
+	$(BIN)/python scripts/plan_agreement.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(DEMO_OUTPUT) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -68,6 +68,7 @@ class Region:
         latents: layers before some of the columns that stay whole; what they feed is inside.
         units: number of blocks by which it is split: heads, or groups of heads that share keys; None for single entries.
         heads: number of query heads; None where they are no other than the units.
+        queries: number of query heads in all, where each block is viewed as a whole: its queries, key and value.
         places: parameters and buffers inside.
         arguments: tensors from outside with an entry for each head.
         reason: why the region stays whole; empty where it is split.
@@ -78,6 +79,7 @@ class Region:
     latents: tuple[LinearFacts, ...] = ()
     units: int | None = None
     heads: int | None = None
+    queries: int | None = None
     places: tuple[Place, ...] = ()
     arguments: tuple[Argument, ...] = ()
     reason: str = ""
@@ -186,6 +188,11 @@ class _Judge:
             if any(size % (n or units) or n % units for size, n in zip(c.pieces, c.heads)):
                 return f"{c.path} has parts {c.pieces} that are not {units} equal blocks"
         self.region = replace(self.region, units=units, heads=heads if heads > units else None)
+        if self.region.heads is None:
+            width, inner = self._width(self.region.row.path), {n for c in columns for n in c.inner}
+            several = {width // n for n in inner if width % n == 0 and width // n > units and (width // n) % units == 0}
+            if len(columns) == len(several) == 1:
+                self.region = replace(self.region, queries=several.pop())
         return ""
 
     def _places(self) -> str:
@@ -208,7 +215,7 @@ class _Judge:
 
     @property
     def _finest(self) -> int:
-        return self.region.heads or self.region.units or 0
+        return self.region.queries or self.region.heads or self.region.units or 0
 
     def _place(self, name: str, shape: torch.Size) -> Place | None:
         """What becomes of a parameter inside, by its shape."""

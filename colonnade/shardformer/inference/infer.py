@@ -20,7 +20,7 @@ from colonnade.shardformer.inference import cache
 from colonnade.shardformer.inference.check import Twin, said
 from colonnade.shardformer.inference.classify import Region, regions_of
 from colonnade.shardformer.inference.policy import InferredPolicy, device_of, signature, without
-from colonnade.shardformer.inference.probe import assume_yes, probes
+from colonnade.shardformer.inference.probe import assume_yes, probe_inputs, probes
 from colonnade.shardformer.inference.search import Choice, search
 from colonnade.shardformer.inference.trace import Tracer
 
@@ -48,7 +48,7 @@ def infer_policy(model: Any, axis: Axis, check: bool = True) -> InferredPolicy:
     choice, twins = _agree(model, axis)
     for region in regions:
         level = choice.levels.get(region.pattern)
-        if level is not None and repr(signature(region, level, model)) != twins.get(region.pattern):
+        if level is not None and repr(signature(region, level, model)) not in twins.get(region.pattern, ()):
             choice.levels.pop(region.pattern)
             choice.refused[region.pattern] = "it looks different in the twin, on which it could be checked"
     reasons = {pattern: f"split, its twin fails: {text}" for pattern, text in choice.refused.items()}
@@ -58,7 +58,7 @@ def infer_policy(model: Any, axis: Axis, check: bool = True) -> InferredPolicy:
     return policy
 
 
-def _agree(model: Any, axis: Axis) -> tuple[Choice, dict[str, str]]:
+def _agree(model: Any, axis: Axis) -> tuple[Choice, dict[str, set[str]]]:
     """The choice and the signatures of the twin's regions, found by the first rank and told to the others."""
     alone = axis.group is None
     answer: Any = None
@@ -76,7 +76,7 @@ def _agree(model: Any, axis: Axis) -> tuple[Choice, dict[str, str]]:
     return choice, signatures
 
 
-def _choose(model: Any, ranks: int) -> tuple[Choice, dict[str, str]]:
+def _choose(model: Any, ranks: int) -> tuple[Choice, dict[str, set[str]]]:
     key = cache.key_of(model, ranks)
     found = cache.find(key)
     small = _twin_of(model, ranks)
@@ -93,8 +93,12 @@ def _choose(model: Any, ranks: int) -> tuple[Choice, dict[str, str]]:
             ) from error
         found = search(twin, regions)
         cache.keep(key, found)
-    chosen = [r for r in regions if r.pattern in found.levels]
-    return found, {r.pattern: repr(signature(r, found.levels[r.pattern], small)) for r in chosen}
+    signatures: dict[str, set[str]] = {}
+    for region in regions:
+        if not region.reason and region.pattern in found.levels:
+            seen = repr(signature(region, found.levels[region.pattern], small))
+            signatures.setdefault(region.pattern, set()).add(seen)
+    return found, signatures
 
 
 def find_regions(model: Any) -> list[Region]:
@@ -106,8 +110,9 @@ def find_regions(model: Any) -> list[Region]:
     refused: list[str] = []
     for shadow in _shadows(model):
         on_meta = device_of(shadow).type == "meta"
-        for inputs in probes(shadow, device_of(shadow)):
+        for options in probes(shadow):
             try:
+                inputs = probe_inputs(shadow, device_of(shadow), **options)
                 with assume_yes() if on_meta else nullcontext(), torch.enable_grad():
                     blocks = Tracer(shadow).run(inputs)
             except Exception as error:  # a model's own code: it may need values, which the meta device has not

@@ -110,8 +110,7 @@ def _through_elementwise(node: Node, number: int, consumers: Consumers) -> Itera
             if reader in seen:
                 continue
             seen.add(reader)
-            found = _shape(reader)
-            same = found[-1:] == shape[-1:] and math.prod(found) == math.prod(shape)
+            same = _shape(reader)[-1:] == shape[-1:] and len(_last_as(reader, shape)) == 1
             if same and len(reader._input_metadata) == 1 and len(seen) < ELEMENTWISE:
                 queue.append((reader, 0))
             else:
@@ -120,18 +119,21 @@ def _through_elementwise(node: Node, number: int, consumers: Consumers) -> Itera
 
 def _views(node: Node, number: int, consumers: Consumers) -> Iterator[tuple[Node, int, frozenset[int]]]:
     """Readers that view the last dimension of an output as equal blocks: the node, their number, their extents."""
-    shape = _shape(node, number)
-    rows = math.prod(shape[:-1])
     for reader in _through_elementwise(node, number, consumers):
-        viewed = _shape(reader)
-        if math.prod(viewed) != math.prod(shape):
-            continue
-        leading = 0
-        while leading < len(viewed) and math.prod(viewed[:leading]) != rows:
-            leading += 1
-        if leading + 1 < len(viewed):
-            inner = viewed[leading + 1 :]
-            yield reader, viewed[leading], frozenset({*inner, math.prod(inner)})
+        heads, *inner = [*_last_as(reader, _shape(node, number)), 0]
+        if len(inner) > 1:
+            yield reader, heads, frozenset({*inner[:-1], math.prod(inner[:-1])})
+
+
+def _last_as(reader: Node, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """As what a reader sees the last dimension of a tensor of this shape, behind its rows; nothing where it mixes them."""
+    viewed, rows = _shape(reader), math.prod(shape[:-1])
+    if math.prod(viewed) != math.prod(shape):
+        return ()
+    leading = 0
+    while leading < len(viewed) and math.prod(viewed[:leading]) != rows:
+        leading += 1
+    return viewed[leading:]
 
 
 def _view(node: Node, number: int, consumers: Consumers) -> tuple[int, frozenset[int]]:

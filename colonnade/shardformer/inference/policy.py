@@ -80,8 +80,7 @@ def shared_numbers(region: Region, level: int, model: nn.Module) -> dict[str, di
     """Module path → attribute → its share, for the counts and widths that the forwards around the columns may read."""
     if region.units is None:
         return {}
-    finest = region.heads or region.units
-    counts = {finest, region.units}
+    counts = {n for n in (region.units, region.heads, region.queries) if n}
     widths = {size: n for c in region.columns for size, n in zip(c.pieces, c.heads) if n}
     shares = {n: _share(region, n) for n in counts if level >= 1 and n > 1}
     shares |= {size: _share(region, n) for size, n in widths.items() if level >= 2}
@@ -108,7 +107,7 @@ def signature(region: Region, level: int, model: nn.Module) -> tuple[Any, ...]:
     """What a region is made of, without sizes and block numbers: equal for a model and its twin."""
 
     def short(name: str) -> str:
-        return re.sub(r"\.\d+(?=\.)", ".*", name)
+        return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
     numbers = shared_numbers(region, level, model)
     return (
@@ -116,6 +115,7 @@ def signature(region: Region, level: int, model: nn.Module) -> tuple[Any, ...]:
         tuple(short(c.path) for c in region.latents),
         region.units is None,
         region.heads is None,
+        region.queries is None,
         tuple((short(p.name), p.kind, p.dim) for p in region.places),
         tuple((a.name, a.dim, a.folded) for a in region.arguments),
         tuple((short(path), tuple(names)) for path, names in numbers.items()),

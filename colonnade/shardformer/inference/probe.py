@@ -67,17 +67,12 @@ def probe_inputs(
     return inputs
 
 
-def probes(model: Any, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Inputs to try one after the other where the first may not run, without targets: those that reach most come first.
-    None where it is not known what the model takes.
-    """
+def probes(model: Any) -> Iterator[dict[str, Any]]:
+    """Options of `probe_inputs` to try one after the other where the first may not run: those that reach most come first."""
     both = hasattr(model, "config") and {"input_ids", "pixel_values"} <= _names(model).keys()
-    try:
-        for pictures in (True, False) if both else (False,):
-            for dense_mask in (False, True):
-                yield probe_inputs(model, device, dense_mask, pictures, targets=False)
-    except ValueError:  # nothing is known that could be given to it
-        return
+    for pictures in (True, False) if both else (False,):
+        for dense_mask in (False, True):
+            yield {"dense_mask": dense_mask, "pictures": pictures, "targets": False}
 
 
 class assume_yes(TorchDispatchMode):  # noqa: N801 - used as `with assume_yes():`
