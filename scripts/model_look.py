@@ -33,6 +33,7 @@ from colonnade.model.layout import layout_of
 from colonnade.model.twin import VOCAB, build, shrink, with_noise
 from colonnade.shardformer import ShardConfig, ShardFormer
 from colonnade.shardformer.inference import infer_policy
+from colonnade.shardformer.inference.check import in_double
 from colonnade.shardformer.inference.probe import loss_of
 from colonnade.shardformer.policy import Policy
 from colonnade.shardformer.registry import has_policy
@@ -53,6 +54,7 @@ OWN_MODELS = Path(__file__).parent.parent / "tests" / "shardformer"
 MEANING = {
     (ALL := "all split"): "proved; every region and the vocabulary are split, and no weight matrix is left whole",
     (REGIONS := "regions split"): "proved; every region is split, something beside the regions is whole",
+    (GATHERED := "some gathered"): "proved; every region's weights are split, some regions are computed whole on every rank",
     (SOME := "some whole"): "proved; some regions stay whole",
     (NOTHING := "nothing split"): "proved; nothing could be split, a rank holds the whole model",
     (REFUSED := "refused"): "an error before training: there is no policy that passes its check",
@@ -93,7 +95,7 @@ class Row:
     @property
     def full(self) -> bool:
         """Whether it is proved with every region split."""
-        return self.proved and self.regions[0] == self.regions[1] > 0
+        return self.proved and self.regions[0] == self.regions[1] > 0 and self.verdict != GATHERED
 
 
 def look_at(case: Case) -> Row:
@@ -164,8 +166,9 @@ def compare_in_fp64(twin: Twin, choose: Choose) -> dict[str, float]:
     names, wanted_step = canonical_names(one.model), one.step([batch])
     policy = choose(twin.model()) if choose else None
     model, _ = ShardFormer(ShardConfig(axis)).optimize(twin.model().double(), policy)
-    loss = model(**{k: v.double() if is_floating(v) else v for k, v in batch.items()}).loss
-    loss.backward()
+    with in_double():
+        loss = model(**{k: v.double() if is_floating(v) else v for k, v in batch.items()}).loss
+        loss.backward()
     gradients = gather_parameters(model, lambda parameter: parameter.grad, names, axis)
     found = compare_tensors("gradients", gradients, wanted_step.gradients, Tolerance().gradient)
     losses = all_gather_object(relative(loss.item(), wanted_step.losses[0]), axis)
@@ -280,7 +283,7 @@ def split(twin: Twin, choose: Choose) -> tuple[str, tuple[int, int], str, str]:
     policy = sharder.policy
     reasons = {
         layer.path: region.reason
-        for region in getattr(policy, "regions", regions)
+        for region in regions_of(policy) or regions
         for layer in (*region.columns, region.row)
     }
     sharder.shard()
@@ -291,6 +294,8 @@ def split(twin: Twin, choose: Choose) -> tuple[str, tuple[int, int], str, str]:
     parts = {is_divided(module.weight) for module in tables.values()}
     vocabulary = "" if not tables else "part" if len(parts) == 2 else "split" if True in parts else "whole"
     remarks = left_whole(model, reasons)
+    gathered = {r.pattern: r.reason for r in regions_of(policy) if policy.is_gathered(r)}
+    remarks += [f"`{'.'.join(p.split('.')[-2:])}` computed whole: {brief(why)}" for p, why in gathered.items()]
     if False in parts:
         whole = [path for path, module in tables.items() if not is_divided(module.weight)]
         why = brief(getattr(policy, "refused", {}).get("vocabulary", ""))
@@ -299,9 +304,16 @@ def split(twin: Twin, choose: Choose) -> tuple[str, tuple[int, int], str, str]:
         verdict = NOTHING
     elif done < len(regions) or not regions:
         verdict = SOME
+    elif gathered:
+        verdict = GATHERED
     else:
         verdict = REGIONS if remarks else ALL
     return verdict, (done, len(regions)), vocabulary, "; ".join(remarks)
+
+
+def regions_of(policy: Any) -> list[Any]:
+    """What an inferred policy has found; nothing of a written one."""
+    return getattr(policy, "regions", [])
 
 
 def is_divided(parameter: nn.Parameter) -> bool:
@@ -347,6 +359,7 @@ def names_of(paths: Sequence[str]) -> str:
 def brief(text: str) -> str:
     """A reason in one short line that a table can hold, without what differs from run to run."""
     text = re.sub(r" at 0x[0-9a-f]+", "", " ".join(text.split())).replace("|", "/").replace("`", "'")
+    text = text.replace("its inside split, its twin fails: ", "")
     text = text.replace("split, its twin fails: ", "twin fails when split: ")
     text = re.sub(r"(?:\w+\.)+\d+\.([\w.]+)", r"\1", text)  # the layer's name in its block
     text = text if len(text) <= REASON_LENGTH else text[: REASON_LENGTH - 1].rstrip() + "…"

@@ -143,19 +143,20 @@ def reason_of(family: str, difference: Difference) -> str | None:
 
 
 def families() -> Iterator[tuple[str, Any, Any]]:
-    """Model type, class and default configuration of each causal language model that has a plan, each class once."""
-    seen: set[str] = set()
+    """Model type, class and default configuration of each causal language model that has a plan.
+
+    A class that serves several types comes once, with its own.
+    """
+    own: dict[str, tuple[str, Any, Any]] = {}
     for family, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        if name in seen:
-            continue
-        config = default_config(family)
-        kind = getattr(transformers, name)
+        config, kind = default_config(family), getattr(transformers, name)
+        is_own = type(config) is kind.config_class
         if not isinstance(config, kind.config_class):
             config = next((part for part in vars(config).values() if isinstance(part, kind.config_class)), config)
         parts = (config, config.get_text_config())
-        if any(getattr(part, "base_model_tp_plan", None) for part in parts):
-            seen.add(name)
-            yield family, kind, config
+        if any(getattr(part, "base_model_tp_plan", None) for part in parts) and (is_own or name not in own):
+            own[name] = family, kind, config
+    yield from sorted(own.values(), key=lambda found: found[0])
 
 
 def compare(family: str, kind: Any, config: Any, check: bool = True) -> Comparison:
@@ -232,7 +233,7 @@ def kind_of(name: str, theirs: str, style: str, ours: str) -> str:
     """Of which kind a difference is."""
     split_by_us = ours in (COLUMN, ROW)
     if split_by_us and style in GATHERED:
-        return LOGITS if name.endswith("lm_head.weight") else ACTIVATIONS
+        return LOGITS if "lm_head." in name else ACTIVATIONS
     if ours == theirs:
         return SAME
     if theirs == WHOLE and ours == SUMMED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colonnade.cluster.device import current_device
+from colonnade.shardformer.inference.check import in_double
 
 Tensors = dict[str, torch.Tensor]
 
@@ -50,8 +52,9 @@ class SingleProcess:
         self.optimizer.zero_grad()
         losses = []
         for batch in batches:
-            loss = self.model(**{key: self._moved(value) for key, value in batch.items()}).loss
-            (loss / len(batches)).backward()
+            with in_double() if self.dtype == torch.float64 else nullcontext():
+                loss = self.model(**{key: self._moved(value) for key, value in batch.items()}).loss
+                (loss / len(batches)).backward()
             losses.append(loss.item())
         gradients = {n: p.grad.detach().cpu().clone() for n, p in self.model.named_parameters() if p.grad is not None}
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm or float("inf")).item()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -19,7 +18,7 @@ from colonnade.model.twin import shrink, with_noise
 from colonnade.shardformer.inference import cache
 from colonnade.shardformer.inference.check import Twin, said
 from colonnade.shardformer.inference.classify import Region, regions_of
-from colonnade.shardformer.inference.policy import InferredPolicy, device_of, signature, without
+from colonnade.shardformer.inference.policy import GATHERED, InferredPolicy, device_of, signature, without
 from colonnade.shardformer.inference.probe import assume_yes, probe_inputs, probes
 from colonnade.shardformer.inference.search import Choice, search
 from colonnade.shardformer.inference.trace import Tracer
@@ -51,7 +50,9 @@ def infer_policy(model: Any, axis: Axis, check: bool = True) -> InferredPolicy:
         if level is not None and repr(signature(region, level, model)) not in twins.get(region.pattern, ()):
             choice.levels.pop(region.pattern)
             choice.refused[region.pattern] = "it looks different in the twin, on which it could be checked"
-    reasons = {pattern: f"split, its twin fails: {text}" for pattern, text in choice.refused.items()}
+    gathered = {pattern for pattern, level in choice.levels.items() if level == GATHERED}
+    reasons = {p: f"split, its twin fails: {text}" for p, text in choice.refused.items() if p not in choice.levels}
+    reasons |= {p: f"its inside split, its twin fails: {choice.refused[p]}" for p in gathered & choice.refused.keys()}
     policy = InferredPolicy(without(regions, reasons), choice.levels, choice.vocabulary)
     policy.refused = choice.refused
     _tell(model, policy)
@@ -95,7 +96,7 @@ def _choose(model: Any, ranks: int) -> tuple[Choice, dict[str, set[str]]]:
         cache.keep(key, found)
     signatures: dict[str, set[str]] = {}
     for region in regions:
-        if not region.reason and region.pattern in found.levels:
+        if region.pattern in found.levels:
             seen = repr(signature(region, found.levels[region.pattern], small))
             signatures.setdefault(region.pattern, set()).add(seen)
     return found, signatures
@@ -201,12 +202,16 @@ def _twin_of(model: Any, ranks: int) -> nn.Module:
 
 
 def _tell(model: nn.Module, policy: InferredPolicy) -> None:
-    whole = sorted({re.sub(r"\.\d+\.", ".*.", f"{r.row.path}: {r.reason}") for r in policy.regions if r.reason})
+    lines = {
+        f"\n  {'gathered' if policy.is_gathered(region) else 'whole'}  {region.pattern}: {region.reason}"
+        for region in policy.regions
+        if region.reason
+    }
     log.info(
         "%s: policy inferred and checked on a twin; %d of %d regions split, vocabulary %s%s",
         type(model).__name__,
         len(policy.split_regions),
         len(policy.regions),
         policy.vocabulary,
-        "".join(f"\n  whole  {text}" for text in whole),
+        "".join(sorted(lines)),
     )

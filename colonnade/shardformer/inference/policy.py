@@ -28,10 +28,11 @@ from colonnade.shardformer.layer.partial import sum_gradient
 from colonnade.shardformer.layer.sharding import ranges_of, shard_parameter
 from colonnade.shardformer.policy import Policy
 
-LEVELS = (0, 1, 2, 3)
+LEVELS = (0, 1, 2, 3, 4)
+GATHERED = 5
 VOCABULARY = ("split", "gathered", "whole")
 # parts of the names of attributes that are counts or widths of something else, whatever number they hold
-NOT_SHARED = ("idx", "index", "layer", "groups", "head_dim", "rotary", "expert")
+NOT_SHARED = ("idx", "index", "layer", "head_dim", "rotary", "expert")
 
 
 class InferredPolicy(Policy):
@@ -40,7 +41,9 @@ class InferredPolicy(Policy):
     Attributes:
         regions: every region of every block, those that stay whole with the reason.
         levels: for each pattern of regions how far numbers that a forward reads are shared out: 0 none, 1 counts of
-            heads, 2 widths too, 3 also in the modules' own copies of the config. A pattern without one stays whole.
+            heads, 2 widths too, 3 also in the modules' own copies of the config, 4 as 2 with what is called groups as a
+            count of key/value heads. GATHERED splits the weights only: outputs of the columns are collected on every rank,
+            and what lies between them and the row is computed whole. A pattern without a level stays whole.
         vocabulary: "split"; "gathered", split with whole logits on every rank; or "whole".
         refused: pattern of regions, or "vocabulary" → what a twin did when it was split.
     """
@@ -53,8 +56,12 @@ class InferredPolicy(Policy):
 
     @property
     def split_regions(self) -> list[Region]:
-        """Those that are split."""
-        return [region for region in self.regions if not region.reason and region.pattern in self.levels]
+        """Those whose weights are split."""
+        return [r for r in self.regions if self.is_gathered(r) or (not r.reason and r.pattern in self.levels)]
+
+    def is_gathered(self, region: Region) -> bool:
+        """Whether only the weights of a region are split, and its inside is computed whole on every rank."""
+        return self.levels.get(region.pattern) == GATHERED
 
     def config_sanity_check(self) -> None:
         if self.shard_config.enable_fused_normalization:
@@ -78,7 +85,7 @@ class InferredPolicy(Policy):
 
 def shared_numbers(region: Region, level: int, model: nn.Module) -> dict[str, dict[str, Any]]:
     """Module path → attribute → its share, for the counts and widths that the forwards around the columns may read."""
-    if region.units is None:
+    if region.units is None or level == GATHERED:
         return {}
     counts = {n for n in (region.units, region.heads, region.queries) if n}
     widths = {size: n for c in region.columns for size, n in zip(c.pieces, c.heads) if n}
@@ -91,11 +98,12 @@ def shared_numbers(region: Region, level: int, model: nn.Module) -> dict[str, di
         for name, value in vars(module).items():
             if type(value) is not int:
                 continue
-            if region.heads and value == region.heads // region.units and ("group" in name or "rep" in name):
+            grouped = "group" in name or "rep" in name
+            if grouped and level != 4 and region.heads and value == region.heads // region.units:
                 numbers[name] = LocalRatio(region.units, region.heads)
-            elif value in shares and not any(word in name for word in NOT_SHARED):
+            elif value in shares and not any(word in name for word in NOT_SHARED) and (not grouped or level == 4):
                 numbers[name] = shares[value]
-        if level >= 3 and hasattr(module, "config"):
+        if level == 3 and hasattr(module, "config"):
             own = {k: v for k, v in vars(module.config).items() if type(v) is int and "head" in k and "dim" not in k}
             numbers["config"] = LocalConfig({k: _share(region, v) for k, v in own.items() if v in counts})
         if numbers:
@@ -109,6 +117,8 @@ def signature(region: Region, level: int, model: nn.Module) -> tuple[Any, ...]:
     def short(name: str) -> str:
         return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
+    if level == GATHERED:
+        return tuple(short(f.path) for f in (*region.columns, region.row))
     numbers = shared_numbers(region, level, model)
     return (
         tuple((short(c.path), len(c.pieces), tuple(n > 0 for n in c.heads)) for c in region.columns),
@@ -133,6 +143,11 @@ def _finer(region: Region, count: int | None) -> int | None:
 
 def region_rules(region: Region, policy: InferredPolicy) -> Iterator[tuple[str, ModulePolicyDescription]]:
     """For each module around a region, its path and what is said of it."""
+    if policy.is_gathered(region):
+        for column in region.columns:
+            yield _replace(column.path, Linear1D_Col, {"gather_output": True})
+        yield _replace(region.row.path, Linear1D_Row, {"parallel_input": False})
+        return
     owner = region.owner
     inside = {latent.path for latent in region.latents}
     columns = [

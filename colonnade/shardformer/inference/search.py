@@ -4,7 +4,8 @@
 The trace says which layers form regions. It does not say which numbers a forward reads from its modules (head counts in a
 view, the width of a split), nor whether a model's code can live with shards at all. Both are found by trying. First all
 regions at once, from least to most intrusive. Where that fails, each pattern of regions by itself, then the vocabulary, and
-at last together what passed alone. What has to be left whole for that is listed with the reason.
+at last together what passed alone. A region whose inside cannot be split still has its weights split; what has to be
+computed or left whole is listed with the reason.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from colonnade.errors import PolicyError, explain
 from colonnade.shardformer.inference.check import Twin
 from colonnade.shardformer.inference.classify import Region
-from colonnade.shardformer.inference.policy import LEVELS, VOCABULARY, InferredPolicy
+from colonnade.shardformer.inference.policy import GATHERED, LEVELS, VOCABULARY, InferredPolicy
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Choice:
     Args:
         levels: pattern of regions → how far numbers are shared out; see `InferredPolicy`. A pattern not in it stays whole.
         vocabulary: "split", "gathered" or "whole".
-        refused: pattern of regions, or "vocabulary" → what its twin does when it is split.
+        refused: pattern of regions, or "vocabulary" → what its twin does when it is split. A pattern that is gathered
+            is there too.
     """
 
     levels: dict[str, int]
@@ -46,8 +48,10 @@ def search(twin: Twin, regions: list[Region]) -> Choice:
     def fails(levels: dict[str, int], vocabulary: str) -> str:
         return twin.difference(InferredPolicy(regions, levels, vocabulary))
 
-    patterns = list(dict.fromkeys(r.pattern for r in regions if not r.reason))
-    for levels, vocabulary in _at_once(patterns):
+    split = dict.fromkeys(r.pattern for r in regions if not r.reason)
+    patterns = list(dict.fromkeys(r.pattern for r in regions))
+    for levels, vocabulary in _at_once(list(split)):
+        levels |= dict.fromkeys((p for p in patterns if p not in split), GATHERED)
         if not fails(levels, vocabulary):
             return Choice(levels, vocabulary, {} if vocabulary == "split" else {"vocabulary": fails({}, "split")})
     if reason := fails({}, "whole"):
@@ -69,12 +73,12 @@ def search(twin: Twin, regions: list[Region]) -> Choice:
             break
         refused.setdefault("vocabulary", reason)
     for pattern in patterns:
-        for level in LEVELS:
+        for level in (*LEVELS, GATHERED) if pattern in split else (GATHERED,):
             if not (reason := fails(found | {pattern: level}, vocabulary)):
                 found[pattern] = level
-                refused.pop(pattern, None)
                 break
-            refused[pattern] = reason
+            if level != GATHERED or pattern not in refused:  # why it cannot be computed split says more
+                refused[pattern] = reason
     return Choice(found, vocabulary, refused)
 
 
