@@ -28,7 +28,7 @@ from colonnade.shardformer import (
     row,
 )
 from colonnade.shardformer.inference.infer import find_regions
-from colonnade.shardformer.inference.policy import InferredPolicy, without
+from colonnade.shardformer.inference.policy import GATHERED, InferredPolicy, without
 from colonnade.shardformer.policies.llama import HEADS, LlamaPolicy
 from colonnade.testing.ranks import run_on_ranks
 from colonnade.tools.explain.choice import find_config, load_policy
@@ -218,7 +218,7 @@ def configured(model_type, fields):
 
 
 WRITTEN = ["llama", "mistral", "qwen2", "qwen3", "gpt2", "opt"]
-INFERRED = ["gemma3_text", "deepseek_v3", "olmo2", "bloom", "bert"]
+INFERRED = ["gemma3_text", "deepseek_v3", "olmo2", "bloom", "bert", "qwen3_next"]
 
 
 @pytest.mark.parametrize("model_type", [*WRITTEN, *INFERRED])
@@ -442,6 +442,21 @@ def test_what_stays_whole_is_told_with_its_reason():
     told = explanation.to_json()["policy"]
     assert (told["regions_split"], told["regions"], told["vocabulary"]) == (2, 4, "whole")
     assert told["whole"]["transformer.h.*.attn.out_proj"] == "the moon is full"
+
+
+def test_a_region_of_which_only_the_weights_are_split_is_told():
+    model = twin_model(small("gptj"))
+    pattern = "transformer.h.*.attn.out_proj"
+    levels = dict.fromkeys([pattern, "transformer.h.*.mlp.fc_out"], 0)
+    policy = InferredPolicy(without(find_regions(model), {pattern: "the moon is full"}), levels | {pattern: GATHERED})
+    explanation = explain_model(model, 2, policy)
+    found = nodes(explanation)
+    q, out = (found[f"transformer.h.0–1.attn.{layer}"] for layer in ("q_proj", "out_proj"))
+    assert q.kind == "column" and "its output is collected on every rank" in q.why
+    assert out.kind == "row" and out.why.endswith("only the region's weights are split: the moon is full")
+    assert [t.operation for t in out.traffic] == ["all_reduce", "all_gather"]
+    assert str(explanation.findings) == "4 of 4 regions split, vocabulary split"
+    assert explanation.findings.whole == {pattern: "only its weights are split: the moon is full"}
 
 
 def test_gathered_logits_are_told_with_their_reason():

@@ -233,7 +233,7 @@ def _node(name: str, path: str, module: nn.Module, told: _Told, tp: int) -> Node
     told.seen |= {id(p): path for p in fresh}
     children = [_node(n, f"{path}.{n}".lstrip("."), child, told, tp) for n, child in module.named_children()]
     decision = told.decisions.get(path) or _undecided(module, path, told, tp)
-    gathered = told.findings.heads.get(path, "") if told.findings else ""
+    gathered = told.findings.gathered.get(path, "") if told.findings else ""
     notes = [
         decision.why,
         gathered,

@@ -30,9 +30,10 @@ class Findings:
         split: number of regions that are split.
         regions: number of regions that were found.
         vocabulary: "split", "gathered" or "whole"; empty where the model has none.
-        whole: what stays whole, or has its logits gathered → why.
+        whole: what stays whole, or is gathered → why.
         modules: path of a module → why it stays whole.
-        heads: path of a head → why its logits are gathered.
+        gathered: path of a head, or of the last layer of a region → why its logits, or what the region computes, are
+            gathered.
         reads: path of a column-parallel layer → what it reads; the same where layers read the same tensor.
     """
 
@@ -41,7 +42,7 @@ class Findings:
     vocabulary: str
     whole: Mapping[str, str] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
-    heads: Mapping[str, str] = field(default_factory=dict)
+    gathered: Mapping[str, str] = field(default_factory=dict)
     reads: Mapping[str, Hashable] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -69,9 +70,12 @@ def findings_of(policy: Policy, model: nn.Module) -> Findings | None:
     vocabulary = dict(_vocabulary(model))
     whole: dict[str, str] = {}
     modules: dict[str, str] = {}
-    heads: dict[str, str] = {}
+    gathered: dict[str, str] = {}
     for region in policy.regions:
-        if region.reason:
+        if policy.is_gathered(region):
+            whole.setdefault(compact([region.row.path]), f"only its weights are split: {region.reason}")
+            gathered[region.row.path] = f"only the region's weights are split: {region.reason}"
+        elif region.reason:
             whole.setdefault(compact([region.row.path]), region.reason)
             layers = (*region.columns, *region.latents, region.row)
             modules |= {layer.path: f"left whole: {region.reason}" for layer in layers}
@@ -81,14 +85,14 @@ def findings_of(policy: Policy, model: nn.Module) -> Findings | None:
         modules |= dict.fromkeys(vocabulary, f"left whole: {reason}")
     elif vocabulary and policy.vocabulary == "gathered":
         whole["logits"] = f"left {reason}"
-        heads = {path: f"left {reason}" for path, is_head in vocabulary.items() if is_head}
+        gathered |= {path: f"left {reason}" for path, is_head in vocabulary.items() if is_head}
     return Findings(
         len(policy.split_regions),
         len(policy.regions),
         policy.vocabulary if vocabulary else "",
         whole,
         modules,
-        heads,
+        gathered,
         {column.path: (column.reads, column.parameters) for region in policy.regions for column in region.columns},
     )
 
