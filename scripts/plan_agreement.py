@@ -60,6 +60,7 @@ ACTIVATIONS = "split by both; they gather the activations and compute in one pie
 OURS = "split by us, whole in their plan"
 INSIDE = "inside a region: its gradient is summed by us, and not in their plan"
 EXPERTS = "experts: split by them, whole with us"
+COLLECTED = "split by both; we gather the activations and compute in one piece, they compute in parts"
 THEIRS = "split by them, not or otherwise by us"
 REFUSED = "no policy can be inferred"
 HEADINGS = {
@@ -68,23 +69,29 @@ HEADINGS = {
     OURS: "split by us",
     INSIDE: "gradient summed by us",
     EXPERTS: "experts",
+    COLLECTED: "activations gathered by us",
     THEIRS: "split by them",
 }
-KINDS = (SAME, LOGITS, ACTIVATIONS, OURS, INSIDE, EXPERTS, THEIRS, REFUSED)
+KINDS = (SAME, LOGITS, ACTIVATIONS, OURS, INSIDE, EXPERTS, COLLECTED, THEIRS, REFUSED)
 
 # (family, part of the parameter's name): why their plan splits what an inferred policy does not, or splits otherwise
-_CONVOLUTION = "linear attention: one convolution runs over queries, keys and values together"
+_CONVOLUTION = (
+    "linear attention: one convolution runs over queries, keys and values, so the inside is computed whole, and the last "
+    "layer may be cut either way"
+)
 EXPLAINED: dict[tuple[str, str], str] = {
     ("doge", "self_attn"): "a mask is made for all heads; their plan fails for that in transformers itself",
-    ("dory", ""): "nothing of it can be split: the loss of its twin is another then",
-    ("dots3_note_text", "self_attn"): "attention fails when it is split, and stays whole",
+    ("dory", ""): "with its inside split the loss of its twin is another",
+    (
+        "dots3_note_text",
+        "self_attn",
+    ): "in the twin a norm is as wide as there are heads, and is taken for one entry for each",
     ("hrm_text", "L_module"): "its first call is without gradients, and a look sees the first call only",
     (
         "gemma3n_text",
         "mlp",
     ): "the activation keeps what is large among the whole width, of which a rank sees its share only",
-    ("mimo_v2_flash", "self_attn"): "blocks with a window have other numbers of heads, and look different in the twin",
-    ("gemma3n_text", "self_attn"): "a block that reads keys and values which an earlier block has made stays whole",
+    ("gemma3n_text", "self_attn"): "blocks read keys and values that an earlier block has made, of all heads",
     **{
         (family, "linear_attn"): _CONVOLUTION
         for family in ("lara_mini", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "qwen4_exp_text")
@@ -94,8 +101,11 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("gemma3n", ""): "needs a package for pictures; `gemma3n_text` stands for it",
     ("gemma4_assistant", ""): "does not run by itself: it reads the states of another model",
     ("gemma4_unified_assistant", ""): "does not run by itself: it reads the states of another model",
-    ("granitemoehybrid", ""): "the twin of its default configuration has no attention layer, and does not run",
+    ("granitemoehybrid", ""): "its default configuration has no attention layer, and does not run",
 }
+
+
+TO_EXPLAIN = (COLLECTED, THEIRS, REFUSED)
 
 
 @dataclass(frozen=True)
@@ -130,8 +140,7 @@ class Comparison:
     @property
     def unexplained(self) -> list[Difference]:
         """Differences that somebody has to look at."""
-        open_kinds = (THEIRS, REFUSED)
-        return [d for d in self.differences if d.kind in open_kinds and reason_of(self.family, d) is None]
+        return [d for d in self.differences if d.kind in TO_EXPLAIN and reason_of(self.family, d) is None]
 
 
 def reason_of(family: str, difference: Difference) -> str | None:
@@ -178,10 +187,10 @@ def compare(family: str, kind: Any, config: Any, check: bool = True) -> Comparis
     for name, parameter in model.named_parameters():
         short = starred(name)
         theirs, style = planned(short, parameter, plan)
-        ours = done(name, parameter, replaced)
+        ours, gathered = done(name, parameter, model, replaced)
         if ours == theirs == WHOLE:
             continue
-        what = kind_of(short, theirs, style, ours)
+        what = kind_of(short, theirs, style, ours, gathered)
         if short not in told or told[short].kind == SAME:  # of several blocks, one that differs
             told[short] = Difference(short, what, style or WHOLE, ours)
     found.same = sum(d.kind == SAME for d in told.values())
@@ -216,22 +225,30 @@ def planned(short: str, parameter: torch.Tensor, plan: Mapping[str, str]) -> tup
     return what, style
 
 
-def done(name: str, parameter: torch.Tensor, replaced: Mapping[str, str]) -> str:
-    """What the policy has done with a parameter."""
+def done(name: str, parameter: torch.Tensor, model: Any, replaced: Mapping[str, str]) -> tuple[str, bool]:
+    """What the policy has done with a parameter, and whether the layer's output or input is whole on every rank."""
     layout = layout_of(parameter)
-    kind = replaced.get(name.rpartition(".")[0], "")
+    path = name.rpartition(".")[0]
+    module, kind = model.get_submodule(path), replaced.get(path, "")
     if layout.sharded_axes:
-        return ROW if kind.endswith("_Row") else COLUMN
+        gathered = getattr(module, "gather_output", False) or not getattr(module, "parallel_input", True)
+        return ROW if kind.endswith("_Row") else COLUMN, gathered
     if kind == LatentLinear.__name__:
-        return LATENT
-    return SUMMED if layout.partial_axes else WHOLE
+        return LATENT, False
+    return SUMMED if layout.partial_axes else WHOLE, False
 
 
-def kind_of(name: str, theirs: str, style: str, ours: str) -> str:
-    """Of which kind a difference is."""
+def kind_of(name: str, theirs: str, style: str, ours: str, gathered: bool) -> str:
+    """Of which kind a difference is.
+
+    Args:
+        gathered: as of `done`.
+    """
     split_by_us = ours in (COLUMN, ROW)
-    if split_by_us and style in GATHERED:
+    if split_by_us and style in GATHERED and not gathered:
         return LOGITS if "lm_head." in name else ACTIVATIONS
+    if split_by_us and gathered and theirs in (COLUMN, ROW) and style not in GATHERED:
+        return COLLECTED
     if ours == theirs:
         return SAME
     if theirs == WHOLE and ours == SUMMED:
@@ -267,13 +284,16 @@ def page(found: list[Comparison]) -> str:
         lines.append(f"| {kind} | {'' if kind == REFUSED else counts[kind]} | {families} |")
     share = (counts[SAME] + counts[LOGITS]) / parameters
     lines += ["", f"Of {parameters} parameters {share:.0%} are treated alike, or but for the gathering of logits.", ""]
-    for kind in (THEIRS, REFUSED):
+    for kind in TO_EXPLAIN:
         rows = explained_rows(found, kind)
         lines += [f"## {kind[0].upper()}{kind[1:]}", ""]
         lines += [*rows, ""] if rows else ["None.", ""]
     shown = [kind for kind in KINDS if kind not in (SAME, REFUSED)]
     lines += ["## By family", "", "Numbers of parameters:", ""]
-    lines += [f"| family | model | the same | {' | '.join(HEADINGS[kind] for kind in shown)} |", "| --- " * 9 + "|"]
+    lines += [
+        f"| family | model | the same | {' | '.join(HEADINGS[kind] for kind in shown)} |",
+        "| --- " * (len(shown) + 3) + "|",
+    ]
     for c in found:
         kinds = Counter(d.kind for d in c.differences)
         numbers = " | ".join(str(kinds[kind] or "") for kind in shown)
@@ -295,7 +315,7 @@ def explained_rows(found: list[Comparison], kind: str) -> list[str]:
                 rows.setdefault((c.family, reason_of(c.family, d) or "NOT EXPLAINED"), []).append(d)
     lines = []
     for (family, why), differences in rows.items():
-        what = names_of(differences) if kind == THEIRS else differences[0].ours.partition(".")[0]
+        what = names_of(differences) if kind != REFUSED else differences[0].ours.partition(".")[0]
         lines.append(f"- `{family}`: {what}. {why[0].upper()}{why[1:]}.")
     return lines
 
@@ -325,7 +345,7 @@ def problems(found: list[Comparison]) -> list[str]:
 
 def stale(found: list[Comparison]) -> list[tuple[str, str]]:
     """Keys of explanations without a difference."""
-    names = {(c.family, d.name) for c in found for d in c.differences if d.kind in (THEIRS, REFUSED)}
+    names = {(c.family, d.name) for c in found for d in c.differences if d.kind in TO_EXPLAIN}
     looked_at = {c.family for c in found}
     return [
         (family, part)

@@ -4,8 +4,11 @@ A test that takes longer than the `timeout` in pyproject.toml fails; `run_on_ran
 """
 
 import os
+import tempfile
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
+_checked = tempfile.TemporaryDirectory(prefix="colonnade-policies-")  # of this session and its ranks, not of the user
+os.environ["COLONNADE_CACHE"] = _checked.name
 
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402

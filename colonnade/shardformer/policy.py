@@ -28,7 +28,7 @@ class Policy:
     """
 
     families: ClassVar[dict[str, str]] = {}
-    spine: ClassVar[Spine | None] = None
+    spine: Spine | None = None
     model: nn.Module
     shard_config: ShardConfig
 

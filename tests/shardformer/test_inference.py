@@ -100,6 +100,29 @@ def test_what_stays_whole_has_its_reason():
     assert not reasons["down_proj"]
 
 
+def spine(family):
+    found = infer_policy(build(family), TWO, check=False).spine
+    return found.base, found.embed, found.blocks, found.norm, found.head
+
+
+def test_the_spine_of_a_model_is_found_by_the_order_of_its_calls():
+    assert spine("phi3") == ("model", ("embed_tokens",), "layers", "norm", "lm_head")
+    assert spine("gpt_neox") == ("gpt_neox", ("embed_in",), "layers", "final_layer_norm", "lm_head")
+    bloom = ("word_embeddings", "word_embeddings_layernorm")
+    assert spine("bloom") == ("transformer", bloom, "h", "ln_f", "lm_head")
+    assert spine("bert") == ("bert", ("embeddings",), "encoder.layer", None, "cls.predictions.decoder")
+
+
+@pytest.mark.parametrize("name", ["LL", "G2", "OP"])
+def test_the_spine_found_is_the_spine_written(name):
+    model = tiny_model(name)
+    written, found = find_policy(model).spine, infer_policy(model, TWO, check=False).spine
+    assert found.blocks_of(model) is written.blocks_of(model)
+    assert found.embeds_of(model) == written.embeds_of(model)
+    assert found.norm_of(model) is written.norm_of(model) is not None
+    assert found.head_of(model) is written.head_of(model) is not None
+
+
 @pytest.mark.parametrize("name", ["LL", "qwen2", "qwen3", "mistral", "G2", "OP"])
 def test_inference_finds_what_the_written_policies_say(name):
     found = []

@@ -9,6 +9,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ def key_of(model: Any, ranks: int) -> str:
         _config(model),
         str(ranks),
         torch.__version__,
+        version("transformers") if hasattr(model, "config") else "",
     ]
     return hashlib.sha256("\0".join(parts_of_key).encode()).hexdigest()
 

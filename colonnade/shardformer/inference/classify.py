@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from colonnade.shardformer.inference.probe import ROWS
+from colonnade.shardformer.inference.probe import TRACED_ROWS
 from colonnade.shardformer.inference.trace import CONTEXT, INPUT, BlockFacts, LinearFacts
 
 
@@ -223,7 +223,10 @@ class _Judge:
         counts = {region.units, self._finest} - {None, 0, 1}
         inner = set[int]().union(*(c.inner for c in region.columns))
         module = self.model.get_submodule(name.rpartition(".")[0])
-        if math.prod(shape) == 1 or (len(shape) == 1 and shape[0] in inner):
+        each_head = len(shape) == 1 and shape[0] in inner and (shape[0] not in counts or _is_norm(module))
+        if (
+            math.prod(shape) == 1 or each_head
+        ):  # as wide as a head; so may one entry for each head be (sinks), by chance
             return Place(name, "whole")
         for dim, size in enumerate(shape[:2]):  # one for each head, or a table of them
             if size in counts:
@@ -251,7 +254,7 @@ class _Judge:
         for name, shape in self.block.arguments.get(region.owner, {}).items():
             if len(shape) < 3 or heads == 1 or name == stream or "states" in name:  # the last are what the columns read
                 continue
-            if shape[0] == ROWS * heads:
+            if shape[0] == TRACED_ROWS * heads:
                 found.append(Argument(region.owner, name, 0, heads, folded=True))
             elif heads in shape[:-2]:
                 found.append(Argument(region.owner, name, shape.index(heads), heads))

@@ -14,13 +14,15 @@ from colonnade.cluster.log import get_logger
 from colonnade.cluster.mesh import Axis
 from colonnade.comm.collectives import all_gather_object
 from colonnade.errors import ColonnadeError, PolicyError, explain
+from colonnade.model.spine import Spine
 from colonnade.model.twin import shrink, with_noise
 from colonnade.shardformer.inference import cache
 from colonnade.shardformer.inference.check import Twin, said
 from colonnade.shardformer.inference.classify import Region, regions_of
 from colonnade.shardformer.inference.policy import GATHERED, InferredPolicy, device_of, signature, without
-from colonnade.shardformer.inference.probe import assume_yes, probe_inputs, probes
+from colonnade.shardformer.inference.probe import TRACED_ROWS, assume_yes, probe_inputs, probes
 from colonnade.shardformer.inference.search import Choice, search
+from colonnade.shardformer.inference.spine import spine_of
 from colonnade.shardformer.inference.trace import Tracer
 
 UNCHECKED_LEVEL = 1  # how far numbers are shared out where nobody tries
@@ -41,9 +43,11 @@ def infer_policy(model: Any, axis: Axis, check: bool = True) -> InferredPolicy:
     Raises:
         PolicyError: the model cannot be run for a look, or no candidate passes.
     """
-    regions = find_regions(model)
+    regions, spine = look_at(model)
     if not check:
-        return InferredPolicy(regions, UNCHECKED_LEVEL)
+        policy = InferredPolicy(regions, UNCHECKED_LEVEL)
+        policy.spine = spine
+        return policy
     choice, twins = _agree(model, axis)
     for region in regions:
         level = choice.levels.get(region.pattern)
@@ -54,7 +58,7 @@ def infer_policy(model: Any, axis: Axis, check: bool = True) -> InferredPolicy:
     reasons = {p: f"split, its twin fails: {text}" for p, text in choice.refused.items() if p not in choice.levels}
     reasons |= {p: f"its inside split, its twin fails: {choice.refused[p]}" for p in gathered & choice.refused.keys()}
     policy = InferredPolicy(without(regions, reasons), choice.levels, choice.vocabulary)
-    policy.refused = choice.refused
+    policy.refused, policy.spine = choice.refused, spine
     _tell(model, policy)
     return policy
 
@@ -103,7 +107,12 @@ def _choose(model: Any, ranks: int) -> tuple[Choice, dict[str, set[str]]]:
 
 
 def find_regions(model: Any) -> list[Region]:
-    """Regions of a model: from a copy on the meta device, or where its forward needs values, from the model itself.
+    """The regions of a model; see `look_at`."""
+    return look_at(model)[0]
+
+
+def look_at(model: Any) -> tuple[list[Region], Spine | None]:
+    """Regions and spine of a model: from a copy on the meta device, or where its forward needs values, from the model itself.
 
     Raises:
         PolicyError: its forward runs neither there nor here.
@@ -113,13 +122,15 @@ def find_regions(model: Any) -> list[Region]:
         on_meta = device_of(shadow).type == "meta"
         for options in probes(shadow):
             try:
-                inputs = probe_inputs(shadow, device_of(shadow), **options)
+                inputs = probe_inputs(shadow, device_of(shadow), rows=TRACED_ROWS, **options)
                 with assume_yes() if on_meta else nullcontext(), torch.enable_grad():
-                    blocks = Tracer(shadow).run(inputs)
+                    tracer = Tracer(shadow)
+                    blocks = tracer.run(inputs)
             except Exception as error:  # a model's own code: it may need values, which the meta device has not
                 refused.append(said(error))
                 continue
-            return [region for block in blocks.values() for region in regions_of(block, shadow)]
+            regions = [region for block in blocks.values() for region in regions_of(block, shadow)]
+            return regions, spine_of(shadow, tracer.block_paths, tracer.calls)
     raise PolicyError(
         explain(
             f"no policy could be inferred for {type(model).__name__}: its forward does not run.",

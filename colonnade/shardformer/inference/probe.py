@@ -9,7 +9,8 @@ encoder that is not there; and labels, of the kind that its logits call for.
 On the meta device a tensor has no values, and a forward that asks for one fails: whether a mask hides anything, whether
 there are as many placeholders as features. The inputs made here are such that the answer is yes, so `assume_yes` gives it.
 
-Sequences have 13 tokens: more than a twin's attention window holds, and a number that no count of heads is.
+Sequences have 13 tokens: more than a twin's attention window holds, and a number that no count of heads is. Nor is the
+number of rows of a forward that is only looked at; a step that is checked has two, as it takes time.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROWS, TOKENS = 2, 13
+TRACED_ROWS = 11
 SOURCE_TOKENS = 7  # of what is attended to, where there is no encoder: another number than TOKENS
 IGNORED = -100
 TARGETS = ("labels", "targets")

@@ -22,6 +22,7 @@ from torch import nn
 from torch.autograd import Function
 
 from colonnade.shardformer.inference.parts import consumers_of, parts_of
+from colonnade.shardformer.inference.spine import beside_blocks
 from colonnade.shardformer.layer.fused_linear import is_conv1d
 
 INPUT, CONTEXT = "<input>", "<context>"
@@ -92,6 +93,7 @@ class Tracer:
         self.outputs: dict[str, Node] = {}
         self.order: list[str] = []
         self.arguments: dict[str, dict[str, tuple[int, ...]]] = {}
+        self.calls: list[str] = []
 
     def run(self, inputs: dict[str, Any]) -> dict[str, BlockFacts]:
         """Block path → its facts.
@@ -120,10 +122,13 @@ class Tracer:
     @contextmanager
     def _watching(self) -> Iterator[None]:
         handles = []
+        beside = beside_blocks(self.model, self.block_paths)
         for path, module in self.model.named_modules():
             if is_linear(module):
                 handles.append(module.register_forward_pre_hook(self._note_input(path)))
                 handles.append(module.register_forward_hook(self._mark_output(path)))
+            if path in beside or path in self.block_paths:
+                handles.append(module.register_forward_pre_hook(self._note_call(path)))
             if path in self.block_paths:
                 handles.append(module.register_forward_pre_hook(self._mark_block_input(path), with_kwargs=True))
                 handles.append(module.register_forward_hook(self._note_block_output(path)))
@@ -145,8 +150,9 @@ class Tracer:
     def _note_input(self, path: str) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
             if path not in self.inputs:
-                self.inputs[path] = args[0].grad_fn
                 self.order.append(path)
+            if self.inputs.get(path) is None:  # a first call may be one without gradients
+                self.inputs[path] = args[0].grad_fn
 
         return hook
 
@@ -172,8 +178,14 @@ class Tracer:
     def _note_block_output(self, path: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             first = output[0] if isinstance(output, (tuple, list)) else output
-            if path not in self.outputs:
+            if self.outputs.get(path) is None:
                 self.outputs[path] = first.grad_fn
+
+        return hook
+
+    def _note_call(self, path: str) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            self.calls.append(path)
 
         return hook
 
