@@ -26,30 +26,24 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from colonnade.booster.plugin import HybridParallelPlugin
 from colonnade.cluster.mesh import Axis
-from colonnade.comm.collectives import all_gather_object
 from colonnade.errors import ColonnadeError, PolicyError
 from colonnade.model.default_configs import MISSING_FIELDS
 from colonnade.model.layout import layout_of
 from colonnade.model.twin import VOCAB, build, shrink, with_noise
 from colonnade.shardformer import ShardConfig, ShardFormer
 from colonnade.shardformer.inference import infer_policy
-from colonnade.shardformer.inference.check import in_double
 from colonnade.shardformer.inference.probe import loss_of
 from colonnade.shardformer.policy import Policy
 from colonnade.shardformer.registry import has_policy
-from colonnade.testing.logical import canonical_names, gather_parameters
-from colonnade.testing.parity import Tolerance, Training, compare_with_single, well_conditioned_adamw
-from colonnade.testing.parity_report import ParityReport, compare_tensors, relative
-from colonnade.testing.single import SingleProcess
+from colonnade.testing.exact import compare_in_fp64, fp32_is_unsure
+from colonnade.testing.parity import Tolerance, Training, compare_with_single
+from colonnade.testing.parity_report import ParityReport
 from colonnade.tools.verify.batches import make_batches
 
 NO_DEFAULT = "the default configuration makes no model either: "
 KINDS = ("loss", "gradient norm", "gradients", "weights")
 STEPS, MAX_NORM = 2, 1.0
 LARGEST_TWIN = 30_000_000
-# One process's own error in fp32, as a part of the tolerance, from which on fp32 cannot say whether two runs are the same:
-# adding up in another order makes an error of the same kind, not of the same size. Such twins are compared in fp64.
-UNSURE = 0.25
 REASON_LENGTH = 130
 OWN_MODELS = Path(__file__).parent.parent / "tests" / "shardformer"
 
@@ -57,7 +51,9 @@ OWN_MODELS = Path(__file__).parent.parent / "tests" / "shardformer"
 MEANING = {
     (ALL := "all split"): "proved; every region and the vocabulary are split, and no weight matrix is left whole",
     (REGIONS := "regions split"): "proved; every region is split, something beside the regions is whole",
-    (GATHERED := "some gathered"): "proved; every region's weights are split, some regions are computed whole on every rank",
+    (
+        GATHERED := "some gathered"
+    ): "proved; every region's weights are split, some regions are computed whole on every rank",
     (SOME := "some whole"): "proved; some regions stay whole",
     (NOTHING := "nothing split"): "proved; nothing could be split, a rank holds the whole model",
     (REFUSED := "refused"): "an error before training: there is no policy that passes its check",
@@ -151,8 +147,8 @@ def examine(case: Case) -> Row:
     except ColonnadeError as error:  # the same on every rank
         return Row(REFUSED, policy, remark=refusal(error))
     worst, rounding = {k: report[k].worst for k in KINDS}, max(report.rounding.values())
-    if not report.ok and rounding > UNSURE * Tolerance().gradient:
-        worst = compare_in_fp64(twin, choose)
+    if fp32_is_unsure(report):
+        worst = compare_in_fp64(twin.model, twin.batches[0], axis, choose)
         remark = "; ".join([f"compared in fp64, as one process in fp32 is off from it by {rounding:.0e}", remark])
     if not report.ok and max(worst.values()) > Tolerance().gradient:
         verdict, remark = DIFFERENT, failures(report)
@@ -160,27 +156,6 @@ def examine(case: Case) -> Row:
 
 
 Choose = Callable[[nn.Module], Policy] | None  # how to come to a policy; None as ShardFormer does
-
-
-def compare_in_fp64(twin: Twin, choose: Choose) -> dict[str, float]:
-    """Loss and gradients of one step in fp64, split and in one piece: the largest relative differences."""
-    axis, batch = Axis.of(None), twin.batches[0]
-    one = SingleProcess(twin.model(), well_conditioned_adamw, torch.float64)
-    names, wanted_step = canonical_names(one.model), one.step([batch])
-    policy = choose(twin.model()) if choose else None
-    model, _ = ShardFormer(ShardConfig(axis)).optimize(twin.model().double(), policy)
-    with in_double():
-        loss = model(**{k: v.double() if is_floating(v) else v for k, v in batch.items()}).loss
-        loss.backward()
-    gradients = gather_parameters(model, lambda parameter: parameter.grad, names, axis)
-    found = compare_tensors("gradients", gradients, wanted_step.gradients, Tolerance().gradient)
-    losses = all_gather_object(relative(loss.item(), wanted_step.losses[0]), axis)
-    return {"loss": max(losses), "gradients": found.worst}
-
-
-def is_floating(value: Any) -> bool:
-    """Whether it is a tensor of floating-point numbers."""
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def config_of(case: Case) -> Any:
@@ -285,9 +260,7 @@ def split(twin: Twin, choose: Choose) -> tuple[str, tuple[int, int], str, str]:
     sharder = ShardFormer(ShardConfig(axis)).prepare(native, choose(twin.model()) if choose else None)
     policy = sharder.policy
     reasons = {
-        layer.path: region.reason
-        for region in regions_of(policy) or regions
-        for layer in (*region.columns, region.row)
+        layer.path: region.reason for region in regions_of(policy) or regions for layer in (*region.columns, region.row)
     }
     sharder.shard()
     model: Any = sharder.model

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from colonnade.cli.run import start_workers
+from colonnade.errors import UsageError
 from colonnade.tools.explain.choice import find_config
 from colonnade.tools.train.source import quiet_inference, quiet_transformers
 from colonnade.tools.verify.certificate import SAME, certificate_text, make_certificate, write_certificate
@@ -41,6 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("model", metavar="MODEL", help="local folder, config.json, or model type (llama, gpt2, …)")
     parser.add_argument("--tp", type=int, default=2, metavar="N", help="processes that share each layer (default: 2)")
     parser.add_argument("--dp", type=int, default=1, metavar="N", help="processes that share each batch (default: 1)")
+    parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages: not there yet (default: 1)")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="optimizer steps to compare (default: 5)")
     parser.add_argument(
         "--policy", metavar="MODULE:CLASS", help="policy of your own: package.module:Class or file.py:Class"
@@ -58,6 +60,8 @@ def run_verify(args: argparse.Namespace) -> int:
     Raises:
         ConfigError, PolicyError, UsageError: before a process is started; `main` prints the text and returns 2.
     """
+    if args.pp != 1:
+        raise UsageError(f"--pp {args.pp}: pipeline parallelism is not there yet; leave --pp 1.")
     quiet_transformers()
     quiet_inference()
     layout = Layout(args.tp, args.dp, args.policy)

@@ -13,6 +13,7 @@ import torch
 
 from colonnade.cluster.device import device_type
 from colonnade.errors import UsageError
+from colonnade.testing.parity import Tolerance
 from colonnade.tools.verify.job import RESULT, Job
 
 SAME, DIFFERENT = "same", "different"
@@ -35,6 +36,7 @@ def make_certificate(job: Job) -> dict[str, Any]:
         "steps": job.steps,
         "differences": result["differences"],
         "rounding_of_one_process": result["rounding"],
+        "differences_in_fp64": result["exact"],
         "weights_compared": result["weights_compared"],
         "saving": result["saving"],
         "traffic_per_step": result["traffic"],
@@ -82,6 +84,7 @@ def certificate_text(certificate: dict[str, Any]) -> str:
         f"  {'traffic':<14} {_traffic(certificate)} in a step",
         "  one process in fp32 is itself off from fp64 by "
         + ", ".join(f"{_number(value)} ({kind})" for kind, value in certificate["rounding_of_one_process"].items()),
+        *_exact(certificate),
         *_places(certificate["places"]),
     ]
     versions = ", ".join(f"{name} {version}" for name, version in sorted(certificate["versions"].items()))
@@ -100,6 +103,16 @@ def _difference(difference: dict[str, Any]) -> str:
     more = [where for _, where in difference["failures"] if where != difference["where"]]
     text += "".join(f"; {where}" for where in more[:2]) + (f"; and {len(more) - 2} more" if len(more) > 2 else "")
     return text.rstrip()
+
+
+def _exact(certificate: dict[str, Any]) -> list[str]:
+    """What fp64 says where fp32 cannot."""
+    found = certificate["differences_in_fp64"]
+    if found is None:
+        return []
+    sign = "≤" if certificate["verdict"] == SAME else "against"
+    values = ", ".join(f"{_number(value)} ({kind})" for kind, value in found.items())
+    return [f"  compared in fp64, as fp32 cannot say: {values} {sign} {_number(Tolerance().gradient)}"]
 
 
 def _traffic(certificate: dict[str, Any]) -> str:
