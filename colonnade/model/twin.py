@@ -144,7 +144,8 @@ def model_class(config: PretrainedConfig) -> Any:
     """The transformers class that trains a model of this configuration.
 
     The one that its `architectures` name where transformers has it; else the causal language model of the family, and
-    for encoders and encoder-decoders their own.
+    for encoders and encoder-decoders their own; for a family without a language model what classifies pictures, writes
+    about them or masks them, and at last the model without a head.
 
     Raises:
         ValueError: transformers has none.
@@ -163,11 +164,17 @@ def model_class(config: PretrainedConfig) -> Any:
         mappings = [causal, masked]
     else:  # an encoder may be used as a decoder too, but was made for masked tokens
         mappings = [masked, causal]
+    mappings += [
+        auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+        auto.MODEL_FOR_MASK_GENERATION_MAPPING,
+        auto.MODEL_MAPPING,
+    ]
     for mapping in mappings:
         if type(config) in mapping:
             found = mapping[type(config)]
             return found[0] if isinstance(found, tuple) else found
-    raise ValueError(f"transformers has no language model for {type(config).__name__}")
+    raise ValueError(f"transformers has no model for {type(config).__name__}")
 
 
 def build(config: PretrainedConfig) -> PreTrainedModel:

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from colonnade.model.twin import MAX_LAYERS, VOCAB, WINDOW, build, model_class, shrink, twin_model
 
@@ -227,7 +227,9 @@ def test_encoders_and_pairs_get_their_own_models():
     assert model_class(AutoConfig.for_model("bert")).__name__ == "BertForMaskedLM"
     assert model_class(AutoConfig.for_model("bert", is_decoder=True)).__name__ == "BertLMHeadModel"
     assert model_class(AutoConfig.for_model("t5")).__name__ == "T5ForConditionalGeneration"
+    assert model_class(AutoConfig.for_model("vit")).__name__ == "ViTForImageClassification"
+    assert model_class(AutoConfig.for_model("sam")).__name__ == "SamModel"
     named = AutoConfig.for_model("gpt2", architectures=["GPT2DoubleHeadsModel"])
     assert model_class(named).__name__ == "GPT2DoubleHeadsModel"
-    with pytest.raises(ValueError, match="no language model for ViTConfig"):
-        model_class(AutoConfig.for_model("vit"))
+    with pytest.raises(ValueError, match="no model for PreTrainedConfig"):
+        model_class(PretrainedConfig())

@@ -326,7 +326,6 @@ def test_a_terminal_gets_a_tree_with_the_same_content():
     ("arguments", "said"),
     [
         (["lama"], "there is no model 'lama'"),
-        (["vit"], "no language model for ViTConfig"),
         (["llama", "--tp", "0"], "at least 1 process"),
         (["llama", "--policy", "x"], "another form than module:Class"),
         (["llama", "--policy", "no_such_module:X"], "cannot be imported"),

@@ -51,7 +51,7 @@ def test_a_policy_that_was_not_checked_says_so(capsys, monkeypatch):
     assert main(["explain", "gptj", "--no-check"]) == 0
     assert "policy InferredPolicy: inferred from one forward of the model; not checked\n" in capsys.readouterr().out
     assert main(["explain", "llama", "--no-check", "--policy", f"{WRONG}:RightLlama"]) == 0
-    assert "given by you (wrong_policies); not checked\n" in capsys.readouterr().out
+    assert "given by you (module wrong_policies); not checked\n" in capsys.readouterr().out
 
 
 def test_a_low_rank_stage_is_told():
@@ -154,7 +154,7 @@ def test_gathered_logits_are_told_with_their_reason():
 )
 def test_a_policy_of_ones_own_is_tried_on_a_twin(name, code, verdict, capsys):
     assert main(["explain", "llama", "--policy", f"{WRONG}:{name}"]) == code
-    assert f"policy {name}: given by you (wrong_policies); {verdict}" in capsys.readouterr().out
+    assert f"policy {name}: given by you (module wrong_policies); {verdict}" in capsys.readouterr().out
 
 
 def test_a_twin_that_does_not_train_is_no_fault_of_the_policy(capsys, monkeypatch):

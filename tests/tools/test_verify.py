@@ -248,10 +248,15 @@ def test_workers_that_fail_end_with_2(monkeypatch, capsys):
     assert "could not be run to its end" in capsys.readouterr().err
 
 
-def test_a_model_that_reads_no_tokens_ends_with_2(tmp_path, capsys):
-    ViTConfig(architectures=["ViTForImageClassification"]).save_pretrained(tmp_path)
+def test_a_model_without_a_loss_ends_with_2(tmp_path, capsys):
+    ViTConfig(architectures=["ViTModel"]).save_pretrained(tmp_path)
     assert main(["verify", str(tmp_path)]) == 2
-    assert "takes no input_ids" in capsys.readouterr().err
+    assert "takes no labels" in capsys.readouterr().err
+
+
+def test_pipeline_stages_are_refused_by_name(capsys):
+    assert main(["verify", "llama", "--pp", "2"]) == 2
+    assert "--pp 2: pipeline parallelism is not there yet" in capsys.readouterr().err
 
 
 def test_a_layout_that_the_twin_takes_but_the_model_does_not_ends_with_2(tmp_path, capsys):

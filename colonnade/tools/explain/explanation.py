@@ -103,6 +103,7 @@ class Explanation:
         return {
             "model": self.model,
             "tp": self.tp,
+            "uneven": self.uneven,
             "policy": {"name": self.policy, "source": self.policy_source, "fault": self.fault}
             | (self.findings.to_json() if self.findings else {}),
             "tree": self.tree.to_json(),
@@ -355,4 +356,4 @@ def _source(policy: Policy, given: bool, check: bool) -> str:
     if isinstance(policy, InferredPolicy):
         return f"inferred from one forward of the model; {SAME if check else 'not checked'}"
     where = type(policy).__module__
-    return f"given by you ({where})" if given else f"the family's own, {where.replace('.', '/')}.py"
+    return f"given by you (module {where})" if given else f"the family's own, {where.replace('.', '/')}.py"

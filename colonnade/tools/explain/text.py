@@ -56,7 +56,7 @@ def rich_tree(explanation: Explanation, source: str) -> Any:
 
 
 def totals(explanation: Explanation) -> list[str]:
-    """The last lines: parameters and bytes of a rank, and what a step communicates."""
+    """The last lines: parameters and bytes of a rank, what a step communicates, and what is wrong with it."""
     whole, local = explanation.tree.total, explanation.tree.local_total
     share = f"{local / whole:.0%} of the model" if whole else "nothing"
     most = explanation.fullest
@@ -76,7 +76,12 @@ def totals(explanation: Explanation) -> list[str]:
         )
     lines += [f"                  and {n} × {traffic}" for traffic, n in explanation.other_traffic.items()]
     lines.append("                  b rows, s tokens each; a step without recomputation of activations")
-    return [*lines, *(["", *explanation.uneven.splitlines()] if explanation.uneven else [])]
+    if explanation.uneven:
+        lines += ["", *explanation.uneven.splitlines()]
+    if explanation.fault:
+        lines += ["", f"{explanation.policy} does NOT compute what one process computes: {explanation.fault}"]
+        lines.append("  try  `colonnade verify` with the same arguments: it names the first module that differs")
+    return lines
 
 
 def _heading(explanation: Explanation, source: str) -> str:

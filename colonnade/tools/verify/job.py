@@ -89,7 +89,7 @@ def prepare(choice: Choice, layout: Layout, steps: int, folder: Path) -> Job:
         folder: an empty folder that all ranks see.
 
     Raises:
-        ConfigError: some rank would hold nothing, or the model does not learn from token ids and labels.
+        ConfigError: some rank would hold nothing, or the model has no loss of its own.
         PolicyError: there is no policy for the family, or the one given does not fit.
     """
     if steps < 1:
@@ -109,14 +109,13 @@ def prepare(choice: Choice, layout: Layout, steps: int, folder: Path) -> Job:
 
 
 def _check_inputs(kind: Any) -> None:
-    missing = {"input_ids", "labels"} - inspect.signature(kind.forward).parameters.keys()
-    if missing:
+    if "labels" not in inspect.signature(kind.forward).parameters:
         raise ConfigError(
             explain(
                 f"{kind.__name__} cannot be verified.",
                 [
-                    ("reason", f"its forward takes no {' and no '.join(sorted(missing))}"),
-                    ("needs", "a language model, which learns from token ids and labels"),
+                    ("reason", "its forward takes no labels, so it has no loss that could be compared"),
+                    ("try", "a config.json whose architectures name a class with a loss; `colonnade explain` needs none"),
                 ],
             )
         )
