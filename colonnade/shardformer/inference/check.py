@@ -27,6 +27,7 @@ from colonnade.shardformer.policy import Policy
 from colonnade.shardformer.shard.shard_config import ShardConfig
 from colonnade.shardformer.shard.sharder import ModelSharder
 
+PADDED = 3  # tokens
 TOLERANCE = 1e-5  # relative, as of every layout
 
 
@@ -45,10 +46,13 @@ class Twin:
         self.model, self.ranks = model.double().train().requires_grad_(True), ranks
         with in_double():
             # a copy: some models change in their first forward (BigBird gives short sequences another attention)
-            self.inputs = probe_inputs(copy.deepcopy(self.model), torch.device("cpu"))
-            whole = copy.deepcopy(self.model)
-            self.loss = _step(whole, self.inputs)
-        self.gradients = {name: p.grad for name, p in whole.named_parameters()}
+            inputs = probe_inputs(copy.deepcopy(self.model), torch.device("cpu"))
+            for self.inputs in (_padded(inputs), inputs):
+                whole = copy.deepcopy(self.model)
+                self.loss = _step(whole, self.inputs)
+                self.gradients = {name: p.grad for name, p in whole.named_parameters()}
+                if all(t.isfinite().all() for t in (self.loss, *self.gradients.values()) if t is not None):
+                    break  # some models return no numbers for padding
         found = [grad.abs().max() for grad in self.gradients.values() if grad is not None]
         self.largest = max(found, default=torch.zeros(()))
 
@@ -95,6 +99,16 @@ class in_double(TorchFunctionMode):  # noqa: N801 - used as `with in_double():`
             kwargs = {"dtype": torch.float64 if isinstance(args[1:] and args[1], float) else None} | (kwargs or {})
         made = function(*map(_widened, args), **{key: _widened(value) for key, value in (kwargs or {}).items()})
         return made.double() if isinstance(made, torch.Tensor) and made.dtype == torch.float32 else made
+
+
+def _padded(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs with padding at the end of the first row, so that no two rows have the same mask."""
+    mask = inputs.get("attention_mask")
+    if mask is None or mask.dim() != 2 or "decoder_input_ids" in inputs:
+        return inputs
+    mask = mask.clone()
+    mask[0, -PADDED:] = 0
+    return inputs | {"attention_mask": mask}
 
 
 def _widened(value: Any) -> Any:

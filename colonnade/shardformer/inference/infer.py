@@ -17,6 +17,7 @@ from colonnade.errors import ColonnadeError, PolicyError, explain
 from colonnade.model.spine import Spine
 from colonnade.model.twin import shrink, with_noise
 from colonnade.shardformer.inference import cache
+from colonnade.shardformer.inference.as_built import built_anew, rebuild, without_weights
 from colonnade.shardformer.inference.check import Twin, said
 from colonnade.shardformer.inference.classify import Region, regions_of
 from colonnade.shardformer.inference.policy import GATHERED, InferredPolicy, device_of, signature, without
@@ -24,9 +25,11 @@ from colonnade.shardformer.inference.probe import TRACED_ROWS, assume_yes, probe
 from colonnade.shardformer.inference.search import Choice, search
 from colonnade.shardformer.inference.spine import spine_of
 from colonnade.shardformer.inference.trace import Tracer
+from colonnade.shardformer.inference.vocabulary import vocabulary_rules
 
 UNCHECKED_LEVEL = 1  # how far numbers are shared out where nobody tries
 LARGEST_TWIN = 100_000_000  # parameters; a model without a config is its own twin
+NO_VOCABULARY = "whole: there is none, or the model has no get_input_embeddings() that names it"
 log = get_logger(__name__)
 
 
@@ -82,10 +85,10 @@ def _agree(model: Any, axis: Axis) -> tuple[Choice, dict[str, set[str]]]:
 
 
 def _choose(model: Any, ranks: int) -> tuple[Choice, dict[str, set[str]]]:
-    key = cache.key_of(model, ranks)
+    built, reason = built_anew(model)
+    key = cache.key_of(model, ranks, edited=built is None)
     found = cache.find(key)
-    small = _twin_of(model, ranks)
-    regions = find_regions(small)
+    small, regions = _twin_of(model, ranks, reason)
     if found is None:
         try:
             twin = Twin(small, ranks)
@@ -144,32 +147,10 @@ def look_at(model: Any) -> tuple[list[Region], Spine | None]:
 
 def _shadows(model: Any) -> Iterator[nn.Module]:
     """What may be run in the model's place: copies without weights, then the model itself."""
-    if can_be_rebuilt(model):
-        with torch.device("meta"):
-            shadow = _rebuild(model, copy.deepcopy(model.config))
-        yield shadow.to("meta")  # what a constructor has made elsewhere all the same
-    else:
-        yield _all_training(copy.deepcopy(model).to("meta"))
+    yield built_anew(model)[0] or without_weights(model)
     if device_of(model).type != "meta":
         with as_if_training(model):
             yield model
-
-
-def can_be_rebuilt(model: nn.Module) -> bool:
-    """Whether another model of the same class can be built from this one's config."""
-    return hasattr(model, "config") and hasattr(type(model), "_from_config")
-
-
-def _rebuild(model: Any, config: Any) -> nn.Module:
-    """Another model of the same class, whose attention and experts are plain operations that can be read and run anywhere."""
-    made: Any = type(model)._from_config(config, attn_implementation="eager", dtype=torch.float32)
-    if getattr(made.config, "_experts_implementation", None):
-        made.config._experts_implementation = "batched_mm"
-    return _all_training(made)
-
-
-def _all_training(model: nn.Module) -> nn.Module:
-    return model.requires_grad_(True).train()
 
 
 @contextmanager
@@ -189,27 +170,44 @@ def as_if_training(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def _twin_of(model: Any, ranks: int) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        if can_be_rebuilt(model):
-            return _all_training(with_noise(_rebuild(model, shrink(model.config, ranks))))
+def _twin_of(model: Any, ranks: int, reason: str) -> tuple[nn.Module, list[Region]]:
+    """A small model to check policies on, and its regions.
+
+    Args:
+        reason: why none can be built from the model's config; empty where one can.
+    """
+    if not reason:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                small = _without_dropout(with_noise(rebuild(model, shrink(model.config, ranks))))
+            return small, find_regions(small)
+        except Exception as error:  # a model's own code, which may be written for one size
+            reason = f"its tiny twin does not run ({said(error)})"
     size = sum(p.numel() for p in model.parameters())
-    if size > LARGEST_TWIN or device_of(model).type == "meta":
+    on_meta = " on the meta device" if device_of(model).type == "meta" else ""
+    if size > LARGEST_TWIN or on_meta:
         raise PolicyError(
             explain(
-                f"no policy for {type(model).__name__} can be checked: it has no config from which a small one could be built.",
+                f"no policy for {type(model).__name__} can be checked: {reason}.",
                 [
-                    (
-                        "found",
-                        f"{size:,} parameters" + (" on the meta device" if device_of(model).type == "meta" else ""),
-                    ),
+                    ("found", f"{size:,} parameters{on_meta}"),
                     ("rule", f"such a model is checked as it is, with its weights, up to {LARGEST_TWIN:,} parameters"),
                     ("try", "custom_policy=… (docs/new_policy.md), or ShardConfig(check_inferred_policy=False)"),
                 ],
             )
         )
-    return _all_training(copy.deepcopy(model).cpu())
+    small = _without_dropout(copy.deepcopy(model).cpu())
+    return small, find_regions(small)
+
+
+def _without_dropout(model: nn.Module) -> nn.Module:
+    """The model with every parameter training, and nothing left to chance."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or (name == "p" and "Dropout" in type(module).__name__)):
+                setattr(module, name, 0.0)
+    return model.requires_grad_(True).train()
 
 
 def _tell(model: nn.Module, policy: InferredPolicy) -> None:
@@ -223,6 +221,6 @@ def _tell(model: nn.Module, policy: InferredPolicy) -> None:
         type(model).__name__,
         len(policy.split_regions),
         len(policy.regions),
-        policy.vocabulary,
+        policy.vocabulary if any(vocabulary_rules(model, gather=False)) else NO_VOCABULARY,
         "".join(sorted(lines)),
     )

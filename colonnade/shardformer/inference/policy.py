@@ -103,7 +103,7 @@ def shared_numbers(region: Region, level: int, model: nn.Module) -> dict[str, di
                 numbers[name] = LocalRatio(region.units, region.heads)
             elif value in shares and not any(word in name for word in NOT_SHARED) and (not grouped or level == 4):
                 numbers[name] = shares[value]
-        if level == 3 and hasattr(module, "config"):
+        if level == 3 and hasattr(getattr(module, "config", None), "__dict__"):
             own = {k: v for k, v in vars(module.config).items() if type(v) is int and "head" in k and "dim" not in k}
             numbers["config"] = LocalConfig({k: _share(region, v) for k, v in own.items() if v in counts})
         if numbers:

@@ -61,7 +61,7 @@ def probe_inputs(
         whatever the model raises for these inputs.
     """
     maker = _Maker(model, device, rows, seed)
-    inputs = maker.inputs(dense_mask, pictures) if hasattr(model, "config") else maker.plain_inputs()
+    inputs = maker.inputs(dense_mask, pictures) if is_configured(model) else maker.plain_inputs()
     if targets and device.type != "meta":
         target = next((name for name in TARGETS if name in maker.names), None)
         if target is not None and (found := maker.targets(inputs)) is not None:
@@ -71,7 +71,7 @@ def probe_inputs(
 
 def probes(model: Any) -> Iterator[dict[str, Any]]:
     """Options of `probe_inputs` to try one after the other where the first may not run: those that reach most come first."""
-    both = hasattr(model, "config") and {"input_ids", "pixel_values"} <= _names(model).keys()
+    both = is_configured(model) and {"input_ids", "pixel_values"} <= _names(model).keys()
     for pictures in (True, False) if both else (False,):
         for dense_mask in (False, True):
             yield {"dense_mask": dense_mask, "pictures": pictures, "targets": False}
@@ -104,6 +104,11 @@ def loss_of(output: Any) -> torch.Tensor:
         weights = torch.linspace(0.1, 1.0, math.prod(tensor.shape), dtype=tensor.dtype, device=tensor.device)
         total = total + (tensor * weights.view(tensor.shape)).square().mean()
     return total
+
+
+def is_configured(model: Any) -> bool:
+    """Whether a model has a config as transformers knows them; what others keep under that name says nothing here."""
+    return hasattr(getattr(model, "config", None), "get_text_config")
 
 
 def predicts_next(model: Any) -> bool:
@@ -212,7 +217,7 @@ class _Maker:
     def _logits(self, inputs: dict[str, Any]) -> torch.Tensor | None:
         with torch.no_grad():
             output = self.model(**inputs)
-        if hasattr(self.model, "config"):
+        if is_configured(self.model):
             return getattr(output, "logits", None)
         return next((t for t in _tensors(output) if t.dim()), None)
 

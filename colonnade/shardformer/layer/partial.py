@@ -72,11 +72,11 @@ def _complete(
     param: nn.Parameter, modules: Iterable[nn.Module], summed: Callable[[torch.Tensor], torch.Tensor], elements: int
 ) -> None:
     param.summed_elements = elements  # type: ignore[attr-defined]
-    hooked: list[Any] = []
 
     def ensure(*_: Any) -> None:
-        if param.requires_grad and not hooked:
-            hooked.append(param.register_hook(summed))
+        if param.requires_grad and not getattr(param, "is_summed", False):  # one sum, however many layers share it
+            param.is_summed = True  # type: ignore[attr-defined]
+            param.register_hook(summed)
 
     for module in modules:
         module.register_forward_pre_hook(ensure)
