@@ -267,8 +267,10 @@ def _undecided(module: nn.Module, path: str, told: _Told, tp: int) -> Decision:
     cut = [name for name, t in own.items() if layout_of(t).sharded_axes]
     summed = [name for name, t in own.items() if layout_of(t).partial_axes]
     if not cut and not summed:
-        has_parameters = any(isinstance(t, nn.Parameter) for t in own.values())
-        return Decision("replicated", _no_rule(told, path, tp)) if has_parameters else Decision("")
+        parameters = [t for t in own.values() if isinstance(t, nn.Parameter)]
+        stacked = tp > 1 and any(p.dim() > 2 for p in parameters) and "expert" in path
+        why = "experts cannot be split yet: whole on every rank" if stacked else _no_rule(told, path, tp)
+        return Decision("replicated", why) if parameters else Decision("")
     told_of = []
     for names, what in ((cut, "cut to this rank's share"), (summed, "whole on every rank")):
         label = "" if len(names) == len(own) else f"{', '.join(names)} "
