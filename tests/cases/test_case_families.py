@@ -57,7 +57,9 @@ def build(family, fields, ranks=2):
         setattr(config, name, value)
     model = twin_model(shrink(config, ranks))
     if getattr(model.config, "_experts_implementation", None):
-        model.config._experts_implementation = "batched_mm"  # grouped products exist in fp32 only, not in the fp64 reference
+        model.config._experts_implementation = (
+            "batched_mm"  # grouped products exist in fp32 only, not in the fp64 reference
+        )
     return model
 
 

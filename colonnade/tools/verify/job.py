@@ -115,7 +115,10 @@ def _check_inputs(kind: Any) -> None:
                 f"{kind.__name__} cannot be verified.",
                 [
                     ("reason", "its forward takes no labels, so it has no loss that could be compared"),
-                    ("try", "a config.json whose architectures name a class with a loss; `colonnade explain` needs none"),
+                    (
+                        "try",
+                        "a config.json whose architectures name a class with a loss; `colonnade explain` needs none",
+                    ),
                 ],
             )
         )
