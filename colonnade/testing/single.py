@@ -50,9 +50,11 @@ class SingleProcess:
     def step(self, batches: Sequence[dict[str, Any]]) -> StepResult:
         """Accumulate the mean gradient of the batches, clip, and step."""
         self.optimizer.zero_grad()
+        # what is recomputed in the backward pass is computed outside of any mode, and has to be the same
+        exact = self.dtype == torch.float64 and not getattr(self.model, "is_gradient_checkpointing", False)
         losses = []
         for batch in batches:
-            with in_double() if self.dtype == torch.float64 else nullcontext():
+            with in_double() if exact else nullcontext():
                 loss = self.model(**{key: self._moved(value) for key, value in batch.items()}).loss
                 (loss / len(batches)).backward()
             losses.append(loss.item())
