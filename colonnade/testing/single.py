@@ -51,7 +51,8 @@ class SingleProcess:
         """Accumulate the mean gradient of the batches, clip, and step."""
         self.optimizer.zero_grad()
         # what is recomputed in the backward pass is computed outside of any mode, and has to be the same
-        exact = self.dtype == torch.float64 and not getattr(self.model, "is_gradient_checkpointing", False)
+        recomputes = any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
+        exact = self.dtype == torch.float64 and not recomputes
         losses = []
         for batch in batches:
             with in_double() if exact else nullcontext():
