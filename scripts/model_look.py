@@ -35,7 +35,7 @@ from colonnade.shardformer.inference import infer_policy
 from colonnade.shardformer.inference.probe import loss_of
 from colonnade.shardformer.policy import Policy
 from colonnade.shardformer.registry import has_policy
-from colonnade.testing.exact import compare_in_fp64, fp32_is_unsure
+from colonnade.testing.exact import compare_in_fp64, why_fp32_is_unsure
 from colonnade.testing.parity import Tolerance, Training, compare_with_single
 from colonnade.testing.parity_report import ParityReport
 from colonnade.tools.verify.batches import make_batches
@@ -146,10 +146,10 @@ def examine(case: Case) -> Row:
         )
     except ColonnadeError as error:  # the same on every rank
         return Row(REFUSED, policy, remark=refusal(error))
-    worst, rounding = {k: report[k].worst for k in KINDS}, max(report.rounding.values())
-    if fp32_is_unsure(report):
+    worst = {k: report[k].worst for k in KINDS}
+    if why := why_fp32_is_unsure(report, twin.model, twin.batches[0]):
         worst = compare_in_fp64(twin.model, twin.batches[0], axis, choose)
-        remark = "; ".join([f"compared in fp64, as one process in fp32 is off from it by {rounding:.0e}", remark])
+        remark = "; ".join([f"compared in fp64, as {why}", remark])
     if not report.ok and max(worst.values()) > Tolerance().gradient:
         verdict, remark = DIFFERENT, failures(report)
     return Row(verdict, policy, regions, vocabulary, worst, remark.removesuffix("; "))

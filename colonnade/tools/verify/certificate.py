@@ -37,6 +37,7 @@ def make_certificate(job: Job) -> dict[str, Any]:
         "differences": result["differences"],
         "rounding_of_one_process": result["rounding"],
         "differences_in_fp64": result["exact"],
+        "fp32_is_unsure": result["unsure"],
         "weights_compared": result["weights_compared"],
         "saving": result["saving"],
         "traffic_per_step": result["traffic"],
@@ -112,7 +113,7 @@ def _exact(certificate: dict[str, Any]) -> list[str]:
         return []
     sign = "≤" if certificate["verdict"] == SAME else "against"
     values = ", ".join(f"{_number(value)} ({kind})" for kind, value in found.items())
-    return [f"  compared in fp64, as fp32 cannot say: {values} {sign} {_number(Tolerance().gradient)}"]
+    return [f"  compared in fp64, as {certificate['fp32_is_unsure']}: {values} {sign} {_number(Tolerance().gradient)}"]
 
 
 def _traffic(certificate: dict[str, Any]) -> str:

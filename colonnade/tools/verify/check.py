@@ -19,7 +19,7 @@ from colonnade.comm.collectives import all_gather_object
 from colonnade.comm.ledger import ledger
 from colonnade.errors import CheckpointError
 from colonnade.model.twin import twin_model
-from colonnade.testing.exact import compare_in_fp64, fp32_is_unsure
+from colonnade.testing.exact import compare_in_fp64, why_fp32_is_unsure
 from colonnade.testing.logical import largest
 from colonnade.testing.parity import Tolerance, Training, compare_with_single, rows_of, well_conditioned_adamw
 from colonnade.testing.parity_report import ParityReport
@@ -61,6 +61,7 @@ class Outcome:
         traffic: (operation, axis) → calls and elements of one training step of a rank.
         places: where the runs part; None where they do not.
         exact: the differences in fp64, where a comparison in fp32 says nothing; see testing/exact.py.
+        unsure: why it says nothing.
     """
 
     report: ParityReport
@@ -68,6 +69,7 @@ class Outcome:
     traffic: dict[tuple[str, str], tuple[int, int]]
     places: Places | None
     exact: dict[str, float] | None = None
+    unsure: str = ""
 
     @property
     def ok(self) -> bool:
@@ -113,13 +115,14 @@ def verify_on_this_rank(job: Job) -> Outcome:
     training = Training(check.model, check.batches, steps=job.steps, max_norm=MAX_NORM)
     report = compare_with_single(training, check.plugin)
     exact = None
-    if job.layout.dp == 1 and fp32_is_unsure(report):  # with more, fp64 would leave out what data parallelism adds
+    unsure = why_fp32_is_unsure(report, check.model, check.batches[0])
+    if job.layout.dp == 1 and unsure:  # with more, fp64 would leave out what data parallelism adds
         tp = check.plugin().mesh.axis("tp")
         exact = compare_in_fp64(check.model, check.batches[0], tp, lambda _: load_policy(job.layout.policy))
     same = report.ok or is_exact(exact)
     places = None if same else find_places(check.model, check.batches[0], check.plugin())
     traffic, saving = _train_and_save(check)
-    return Outcome(report, saving, traffic, places, exact)
+    return Outcome(report, saving, traffic, places, exact, unsure)
 
 
 def _train_and_save(check: _Check) -> tuple[dict[tuple[str, str], tuple[int, int]], Saving]:
@@ -173,6 +176,7 @@ def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
         "differences": [_finite(asdict(difference) | {"ok": difference.ok}) for difference in report.differences],
         "rounding": _finite(dict(report.rounding)),
         "exact": _finite(outcome.exact),
+        "unsure": outcome.unsure,
         "weights_compared": report.num_weights - sum(report.undetermined.values()),
         "weights": report.num_weights,
         "saving": _finite(asdict(outcome.saving) | {"ok": outcome.saving.ok, "text": str(outcome.saving)}),
