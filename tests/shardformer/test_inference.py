@@ -1,5 +1,6 @@
 """Policies that nobody wrote: inferred from a model, checked on a twin, and then as right as a written one."""
 
+import logging
 import sys
 import time
 from pathlib import Path
@@ -7,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from inferred_families import build
+from models_of_our_own import own_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from colonnade.cluster.mesh import Axis
 from colonnade.errors import PolicyError
 from colonnade.shardformer import ModelSharder, ShardConfig, find_policy
-from colonnade.shardformer.inference import infer_policy
+from colonnade.shardformer.inference import infer, infer_policy
 from colonnade.testing.ranks import on_ranks, run_on_ranks
 from colonnade.testing.tiny import tiny_model
 
@@ -21,6 +23,7 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 from model_cases import Case  # noqa: E402 - the page of all models is made by these
 from model_look import Twin, look_at  # noqa: E402
 
+CHOOSE = infer._choose
 TWO = Axis("tp", 2, 0, (0, 1), None)  # enough to look at a policy; nothing is communicated
 
 
@@ -203,6 +206,57 @@ def test_a_region_that_fails_its_check_stays_whole_on_every_rank():
     first, second = map(dict, run_on_ranks(2, reasons_of_doubling))
     assert first == second and not first["o_proj"]
     assert "its twin fails: the loss is" in first["down_proj"]
+
+
+def surprised(*_):
+    raise ZeroDivisionError("of the first rank")
+
+
+def told_of_a_surprise():
+    """What a rank hears where the search of the first one ends in something that nobody has foreseen."""
+    infer._choose = surprised
+    try:
+        with pytest.raises((ZeroDivisionError, PolicyError)) as error:
+            infer_policy(own_family(Doubling), Axis.of(None))
+    finally:
+        infer._choose = CHOOSE
+    return error.typename, str(error.value)
+
+
+def test_no_rank_waits_for_a_search_that_has_failed():
+    started = time.monotonic()
+    first, second = run_on_ranks(2, told_of_a_surprise)
+    assert time.monotonic() - started < 10
+    assert first == ("ZeroDivisionError", "of the first rank")
+    assert second == ("PolicyError", "the search failed: ZeroDivisionError: of the first rank")
+
+
+class OneMaskForAll(LlamaForCausalLM):
+    """Split, it gives every row the mask of the last one."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        if hasattr(self.model.layers[0].mlp.down_proj, "axis") and attention_mask is not None:
+            attention_mask = attention_mask[-1:].expand_as(attention_mask)
+        return super().forward(input_ids, attention_mask, labels=labels, **kwargs)
+
+
+def test_rows_of_the_check_have_different_masks():
+    policy = infer_policy(own_family(OneMaskForAll), TWO)
+    assert policy.refused.keys() >= {"model.layers.*.mlp.down_proj"}
+    assert "model.layers.*.mlp.down_proj" not in policy.levels
+
+
+def test_what_is_said_of_the_vocabulary(caplog):
+    logger = logging.getLogger(infer.__name__)
+    logger.addHandler(caplog.handler)
+    try:
+        infer_policy(own_model("grouped"), TWO)
+        infer_policy(build("cohere"), TWO)
+    finally:
+        logger.removeHandler(caplog.handler)
+    plain, cohere = (record.getMessage() for record in caplog.records)
+    assert "vocabulary whole: there is none, or the model has no get_input_embeddings()" in plain
+    assert "vocabulary split" in cohere
 
 
 def test_what_takes_no_token_ids_cannot_be_inferred():

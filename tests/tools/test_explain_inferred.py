@@ -63,6 +63,7 @@ def test_a_low_rank_stage_is_told():
     assert keys.kind == "column" and keys.why.endswith("its input is inside the region already")
     assert found[f"{block}.q_b_proj"].why.endswith("its input is entered here")
     assert found["model.layers.1.mlp.gate"].why == "outside the regions: whole on every rank"
+    assert found["model.layers.1.mlp.experts"].why == "experts cannot be split yet: whole on every rank"
 
 
 def test_arguments_and_numbers_that_are_shared_out_are_told():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from colonnade.shardformer.inference import as_built, check, classify, parts, policy, probe, search, trace, vocabulary
+from colonnade import shardformer
 from colonnade.shardformer.inference.search import Choice
 
 _held: dict[str, Choice] = {}
@@ -107,13 +107,14 @@ def _plain(value: Any, depth: int = 3) -> str:
 
 
 def _code(model: nn.Module) -> Iterator[str]:
-    """The text of the modules that define the model's classes, and of ours that judge it."""
+    """The text of the modules that define the model's classes, and of ours that judge, split and compute it."""
     kinds = sorted({type(m) for m in model.modules()}, key=lambda kind: (kind.__module__, kind.__qualname__))
     own = [kind for kind in kinds if kind.__module__.partition(".")[0] != "torch"]  # whose version is in the key
     for name in dict.fromkeys(kind.__module__ for kind in own):
         same = [kind for kind in own if kind.__module__ == name]
         yield _source(inspect.getmodule(same[0])) or "".join(map(_compiled, same))
-    yield from map(_source, (as_built, check, classify, parts, policy, probe, search, trace, vocabulary))
+    for file in sorted(Path(next(iter(shardformer.__path__))).rglob("*.py")):
+        yield file.read_text(encoding="utf-8")
 
 
 def _source(module: Any) -> str:

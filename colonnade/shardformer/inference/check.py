@@ -35,7 +35,7 @@ class Twin:
     """A small model with weights, and what one training step of it in one piece gives.
 
     Args:
-        model: not changed.
+        model: taken over, and turned to float64.
         ranks: over which it is to be split.
 
     Raises:

@@ -12,6 +12,7 @@ do not place stays whole, with the reason.
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import re
 from collections.abc import Iterator
@@ -92,9 +93,8 @@ class Region:
     @property
     def owner(self) -> str:
         """Path of the innermost module that all its columns are in."""
-        parts = [c.path.split(".")[:-1] for c in self.columns]
-        common = [names[0] for names in zip(*parts) if len(set(names)) == 1]
-        return ".".join(common[: next((i for i, names in enumerate(zip(*parts)) if len(set(names)) > 1), None)])
+        levels = zip(*(c.path.split(".")[:-1] for c in self.columns))
+        return ".".join(names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels))
 
     def heads_of(self, column: LinearFacts) -> tuple[int | None, ...] | None:
         """For each part of a column's output into how many heads its blocks may be cut; None where none need be."""
@@ -223,10 +223,9 @@ class _Judge:
         counts = {region.units, self._finest} - {None, 0, 1}
         inner = set[int]().union(*(c.inner for c in region.columns))
         module = self.model.get_submodule(name.rpartition(".")[0])
+        # as wide as a head; so may one entry for each head be, by chance: sinks of as many heads as a head is wide
         each_head = len(shape) == 1 and shape[0] in inner and (shape[0] not in counts or _is_norm(module))
-        if (
-            math.prod(shape) == 1 or each_head
-        ):  # as wide as a head; so may one entry for each head be (sinks), by chance
+        if math.prod(shape) == 1 or each_head:
             return Place(name, "whole")
         for dim, size in enumerate(shape[:2]):  # one for each head, or a table of them
             if size in counts:

@@ -68,20 +68,24 @@ def infer_policy(model: Any, axis: Axis, check: bool = True) -> InferredPolicy:
 
 def _agree(model: Any, axis: Axis) -> tuple[Choice, dict[str, set[str]]]:
     """The choice and the signatures of the twin's regions, found by the first rank and told to the others."""
-    alone = axis.group is None
+    if axis.group is None:
+        return copy.deepcopy(_choose(model, axis.size))
     answer: Any = None
-    if alone or axis.rank == 0:
+    failure: Exception | None = None
+    if axis.rank == 0:
         try:
             answer = _choose(model, axis.size)
-        except ColonnadeError as error:
-            if alone:
-                raise
-            answer = error
-    answer = answer if alone else all_gather_object(answer, axis)[0]
-    if isinstance(answer, ColonnadeError):
-        raise answer
-    choice, signatures = copy.deepcopy(answer)
-    return choice, signatures
+        except Exception as error:  # raised below: the other ranks wait for an answer, whatever it is
+            failure = error
+            answer = PolicyError(
+                str(error) if isinstance(error, ColonnadeError) else f"the search failed: {said(error)}"
+            )
+    told = all_gather_object(answer, axis)[0]
+    if failure is not None:
+        raise failure
+    if isinstance(told, PolicyError):
+        raise told
+    return copy.deepcopy(told)
 
 
 def _choose(model: Any, ranks: int) -> tuple[Choice, dict[str, set[str]]]:

@@ -24,6 +24,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from colonnade.cluster.log import get_logger
+
+log = get_logger(__name__)
 ROWS, TOKENS = 2, 13
 TRACED_ROWS = 11
 SOURCE_TOKENS = 7  # of what is attended to, where there is no encoder: another number than TOKENS
@@ -269,10 +272,11 @@ class _Maker:
         try:
             with torch.no_grad(), assume_yes():
                 features = self.model.get_image_features(pixel_values=inputs["pixel_values"])
-        except Exception:
+        except Exception as error:  # a model's own code: sizes of the picture's side that do not fit together, say
             if self.names["pixel_values"].default is inspect.Parameter.empty:
                 raise
-            return None  # the sizes of the picture's side do not fit together; text alone runs all the same
+            log.info("%s is run on text alone: pictures fail with %s", type(self.model).__name__, error)
+            return None
         found = getattr(features, "pooler_output", features)
         entries = sum(t.numel() for t in ([found] if isinstance(found, torch.Tensor) else found))
         return entries // self.model.config.get_text_config().hidden_size // self.rows

@@ -3,9 +3,9 @@
 [Note: candidates]
 The trace says which layers form regions. It does not say which numbers a forward reads from its modules (head counts in a
 view, the width of a split), nor whether a model's code can live with shards at all. Both are found by trying. First all
-regions at once, from least to most intrusive. Where that fails, each pattern of regions by itself, then the vocabulary, and
-at last together what passed alone. A region whose inside cannot be split still has its weights split; what has to be
-computed or left whole is listed with the reason.
+regions at once, from least to most intrusive. Where that fails, the vocabulary alone, and then one pattern of regions after
+the other is added, at the first level at which all that has been added passes together. A region whose inside cannot be split
+still has its weights split; what has to be computed or left whole is listed with the reason.
 """
 
 from __future__ import annotations

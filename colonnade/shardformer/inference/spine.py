@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from colonnade.model.spine import Spine
+from colonnade.shardformer.inference.vocabulary import named_by
 
 
 def spine_of(model: nn.Module, blocks: Sequence[str], calls: Sequence[str]) -> Spine | None:
@@ -64,10 +65,7 @@ def _parameters(model: nn.Module, path: str) -> list[nn.Parameter]:
 
 def _head(model: Any, after: Sequence[str], prefix: str) -> str | None:
     """What turns hidden states into the output: the head over the vocabulary, or what is called last beside the base."""
-    try:
-        head = model.get_output_embeddings()
-    except (AttributeError, NotImplementedError):  # transformers' own way to say that a model has none
-        head = None
+    head = named_by(model, "get_output_embeddings")
     found = [path for path, module in model.named_modules() if module is head]
     others = [path for path in after if prefix and not path.startswith(prefix) and _parameters(model, path)]
     return next(iter([*found, *others]), None)

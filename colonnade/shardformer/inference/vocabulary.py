@@ -21,7 +21,7 @@ def vocabulary_rules(model: nn.Module, gather: bool) -> Iterator[tuple[str, Modu
         model: a transformers model; of another nothing is known.
         gather: let the head return whole logits, for a model that computes with them before or instead of the loss.
     """
-    embedding, head = _of(model, "get_input_embeddings"), _of(model, "get_output_embeddings")
+    embedding, head = named_by(model, "get_input_embeddings"), named_by(model, "get_output_embeddings")
     if not isinstance(embedding, nn.Embedding):
         embedding = None
     if not isinstance(head, nn.Linear) or not _is_vocabulary(model, embedding, head):
@@ -34,7 +34,8 @@ def vocabulary_rules(model: nn.Module, gather: bool) -> Iterator[tuple[str, Modu
         yield parent, vocab_embedding(leaf) if isinstance(module, nn.Embedding) else lm_head(leaf, gather=gather)
 
 
-def _of(model: Any, getter: str) -> Any:
+def named_by(model: Any, getter: str) -> Any:
+    """What a model itself calls its table of tokens or its head; None where it has none."""
     try:
         return getattr(model, getter)()
     except (AttributeError, NotImplementedError):  # transformers' own way to say that a model has none
