@@ -18,23 +18,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import transformers
+from paired import Target, about, measure, report, start
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import colonnade
 from colonnade.booster import Booster
 from colonnade.booster.plugin import HybridParallelPlugin
 from colonnade.cli.run import start_workers
@@ -42,15 +35,15 @@ from colonnade.cli.run import start_workers
 OURS, BOUND, PEER, ONE, TWO = "colonnade", "no traffic", "tp_plan", "one, 1 thread", "one, 2 threads"
 # hidden width: layers, sequences, tokens a sequence
 SIZES = {1024: (2, 4, 256), 256: (8, 4, 128)}
-# (numerator, denominator, hidden or None for both, rule)
-TARGETS: list[tuple[str, str, int, str, float]] = [
-    (OURS, PEER, 1024, "at most", 0.90),
-    (OURS, PEER, 256, "at most", 0.55),
-    (OURS, BOUND, 1024, "at most", 1.20),
-    (OURS, BOUND, 256, "at most", 1.20),
-    (ONE, OURS, 1024, "at least", 1.70),
-    (OURS, TWO, 1024, "at most", 1.10),
-]
+TARGETS = {
+    1024: [
+        Target(OURS, PEER, "at most", 0.90),
+        Target(OURS, BOUND, "at most", 1.20),
+        Target(ONE, OURS, "at least", 1.70),
+        Target(OURS, TWO, "at most", 1.10),
+    ],
+    256: [Target(OURS, PEER, "at most", 0.55), Target(OURS, BOUND, "at most", 1.20)],
+}
 
 
 def config_for(hidden: int) -> LlamaConfig:
@@ -164,48 +157,6 @@ def _copy(model: LlamaForCausalLM) -> LlamaForCausalLM:
     return copied.train()
 
 
-def measure(steps: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each step in each round, from a barrier to the next, as rank 0 sees them."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(2):
-        for step in steps.values():
-            step()
-    for index in range(rounds):
-        for name in list(steps) if index % 2 == 0 else list(steps)[::-1]:
-            dist.barrier()
-            start = time.perf_counter()
-            steps[name]()
-            dist.barrier()
-            times[name].append(time.perf_counter() - start)
-    return times
-
-
-def report(hidden: int, times: dict[str, list[float]]) -> list[str]:
-    """The figures as lines of text."""
-    layers, rows, tokens = SIZES[hidden]
-    lines = [f"hidden {hidden}, {layers} layers, batch {rows} × {tokens}: milliseconds a step (median, quartiles)"]
-    for name, values in times.items():
-        low, middle, high = (1e3 * q for q in statistics.quantiles(values, n=4))
-        lines.append(f"  {name:<15} {middle:8.1f}   {low:.1f} – {high:.1f}")
-    for above, below, width, rule, bound in TARGETS:
-        if width == hidden:
-            ratio = statistics.median(a / b for a, b in zip(times[above], times[below]))
-            met = ratio <= bound if rule == "at most" else ratio >= bound
-            lines.append(f"  {above} / {below:<15} {ratio:6.3f}   {rule} {bound:.2f}: {'met' if met else 'NOT met'}")
-    return lines
-
-
-def about() -> str:
-    """What was measured: commit, versions, machine."""
-    here = Path(__file__).resolve().parent
-    asked = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True)
-    return (
-        f"commit {asked.stdout.strip() or 'unknown'}, colonnade {colonnade.__version__}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores, "
-        f"load {os.getloadavg()[0]:.1f}"
-    )
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, nargs="+", default=[1024, 256], choices=list(SIZES))
@@ -213,13 +164,11 @@ def main() -> int:
     args = parser.parse_args()
     if "RANK" not in os.environ:
         return start_workers(2, [__file__, *sys.argv[1:]])
-    warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    colonnade.launch_from_torch()
+    start()
     for hidden in args.hidden:
-        lines = report(hidden, measure(variants(hidden), max(2, args.rounds)))
+        layers, rows, tokens = SIZES[hidden]
+        title = f"hidden {hidden}, {layers} layers, batch {rows} × {tokens}"
+        lines = report(title, measure(variants(hidden), max(2, args.rounds)), TARGETS[hidden])
         if dist.get_rank() == 0:
             print("\n".join(lines), flush=True)
     if dist.get_rank() == 0:

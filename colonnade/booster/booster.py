@@ -21,6 +21,10 @@ class Booster:
 
     Args:
         plugin: the strategy.
+        mixed_precision: "fp32", "bf16" or "fp16", where the plugin was not given a `precision`.
+
+    Raises:
+        ConfigError: plugin and booster are given different precisions.
 
     Example:
         booster = Booster(plugin=HybridParallelPlugin(tp_size=2, precision="fp32"))
@@ -28,11 +32,12 @@ class Booster:
         booster.backward(model(**batch).loss, optimizer)
     """
 
-    def __init__(self, plugin: Plugin) -> None:
+    def __init__(self, plugin: Plugin, mixed_precision: str | None = None) -> None:
         if not isinstance(plugin, Plugin):
             raise UsageError(
                 f"Booster(plugin=…) takes a plugin object such as TorchDDPPlugin(), and was given {plugin!r}."
             )
+        plugin.use_precision(mixed_precision)
         self.plugin = plugin
 
     def boost(
@@ -121,6 +126,57 @@ class Booster:
             CheckpointError: on every rank, when files are missing or damaged or belong to another model.
         """
         self.plugin.load_model(model, path, strict=strict)
+
+    def enable_lora(
+        self,
+        model: nn.Module,
+        lora_config: Any = None,
+        pretrained_dir: str | Path | None = None,
+        *,
+        bnb_quantization_config: Any = None,
+        quantize: bool = False,
+    ) -> nn.Module:
+        """Freeze a model and put adapters (LoRA) into it, which are what is trained. All ranks call it, before boost.
+
+        The optimizer is made after it, from the model that it returns.
+
+        Args:
+            model: changed in place, as peft does.
+            lora_config: a `peft.LoraConfig`.
+            pretrained_dir: folder with an adapter that was saved, to be trained on; its own config then holds.
+            bnb_quantization_config, quantize: not available; leave them as they are.
+
+        Returns:
+            A peft model.
+
+        Raises:
+            UsageError: peft is not installed, the model is boosted, quantized or has adapters, or the config is none.
+            CheckpointError: on every rank, where one of them cannot read the folder.
+        """
+        if not self.plugin.support_lora():
+            raise UsageError(f"{type(self.plugin).__name__} cannot train adapters; try HybridParallelPlugin.")
+        return self.plugin.enable_lora(
+            model,
+            lora_config=lora_config,
+            pretrained_dir=pretrained_dir,
+            bnb_quantization_config=bnb_quantization_config,
+            quantize=quantize,
+        )
+
+    def save_lora_as_pretrained(self, model: nn.Module, path: str | Path, use_safetensors: bool = True) -> None:
+        """Write the adapters of a boosted model as a folder that `peft.PeftModel.from_pretrained(base, path)` loads.
+
+        All ranks call it. The adapter called "default" lies in the folder, others in folders of their names below it.
+
+        Args:
+            path: a new folder, or one that holds earlier adapters; these stay whole until the new ones are complete.
+            use_safetensors: as safetensors, or else as a pickle.
+
+        Raises:
+            UsageError: the model has no adapters.
+            CheckpointError: on every rank, with the reason of the rank that failed.
+        """
+        self.plugin.save_lora_as_pretrained(model, path, use_safetensors)
 
     def prepare_dataloader(self, dataset: Any, batch_size: int, **kwargs: Any) -> DataLoader:
         """The plugin's data loader; see `plugin.prepare_dataloader`."""

@@ -6,7 +6,7 @@ function is the identity and nothing is counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +18,9 @@ from colonnade.comm.ledger import record
 from colonnade.comm.threads import ThreadGroup
 from colonnade.errors import CommunicationError
 
-# the name before torch 2.13 is deprecated there
+# the names before torch 2.13 are deprecated there
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @contextmanager
@@ -63,10 +64,10 @@ def all_reduce_async(tensor: torch.Tensor, axis: Axis) -> dist.Work | None:
         return dist.all_reduce(tensor, group=axis.group, async_op=True)
 
 
-def wait(work: dist.Work | None, axis: Axis) -> None:
+def wait(work: dist.Work | None, axis: Axis, operation: str = "all_reduce") -> None:
     """Wait for a work started over the axis."""
     if work is not None:
-        with naming("waiting for all_reduce", axis):
+        with naming(f"waiting for {operation}", axis):
             work.wait()
 
 
@@ -98,6 +99,80 @@ def all_gather_dim(tensor: torch.Tensor, axis: Axis, dim: int, sizes: list[int])
         shape[dim] = longest - tensor.shape[dim]
         tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
     return torch.cat([part.narrow(dim, 0, n) for part, n in zip(all_gather(tensor, axis), sizes)], dim)
+
+
+class ScatteredSum:
+    """A reduce-scatter under way; `reduce_scatter_start` makes it."""
+
+    def __init__(self, axis: Axis, work: dist.Work | None, parts: torch.Tensor) -> None:
+        self.axis, self.work, self.parts = axis, work, parts
+
+    def wait(self, out: torch.Tensor, add: bool = False) -> None:
+        """Write this rank's part of the sum into `out` [own size], or add it to what is there.
+
+        16-bit numbers are summed in float32 where this rank does it, and rounded once.
+        """
+        wait(self.work, self.axis, "reduce_scatter")
+        if len(self.parts) == 1:
+            total = self.parts[0]
+        elif self.parts.element_size() >= 4:
+            if not add and out.dtype == self.parts.dtype:
+                torch.sum(self.parts, 0, out=out)
+                return
+            total = self.parts.sum(0)
+        else:
+            total = self.parts.sum(0, dtype=torch.float32)
+        out.add_(total) if add else out.copy_(total)
+
+
+def reduce_scatter_start(
+    flat: torch.Tensor, sizes: Sequence[int], axis: Axis, workspace: Callable[[int], torch.Tensor] | None = None
+) -> ScatteredSum:
+    """Start to sum a flat tensor over the axis, of which each rank gets its part. It must stay as it is until `wait`.
+
+    gloo's own reduce-scatter moves every element twice and blocks the caller. There, and where the parts differ in size,
+    the parts are exchanged by an all-to-all and each rank adds up what it receives: what a reduce-scatter has to move.
+
+    Args:
+        flat: the parts for all ranks, one after the other.
+        sizes: elements of each part.
+        workspace: gives an uninitialised flat tensor of so many elements, of the dtype and device of `flat`.
+    """
+    mine = sizes[axis.rank]
+    if axis.size == 1:
+        return ScatteredSum(axis, None, flat.view(1, -1))
+    record("reduce_scatter", axis.name, flat.numel())
+    make = workspace or flat.new_empty
+    with naming("reduce_scatter", axis):
+        if dist.get_backend(axis.group) != "gloo" and len(set(sizes)) == 1:
+            part = make(mine)
+            return ScatteredSum(
+                axis, _reduce_scatter(part, flat, group=axis.group, async_op=True), part.view(1, -1)
+            )
+        parts = make(axis.size * mine)
+        work = dist.all_to_all_single(parts, flat, [mine] * axis.size, list(sizes), group=axis.group, async_op=True)
+        return ScatteredSum(axis, work, parts.view(axis.size, -1))
+
+
+def gather_in_place_start(flat: torch.Tensor, sizes: Sequence[int], axis: Axis) -> list[dist.Work]:
+    """Start to fill a flat tensor, of which each rank has its own part, with the parts of all; returns what to wait for.
+
+    Args:
+        flat: the parts of all ranks, one after the other.
+        sizes: elements of each part.
+    """
+    if axis.size == 1:
+        return []
+    record("all_gather", axis.name, flat.numel())
+    parts = flat.split(list(sizes))
+    with naming("all_gather", axis):
+        if len(set(sizes)) == 1:
+            return [_gather_into(flat, parts[axis.rank], group=axis.group, async_op=True)]
+        return [
+            dist.broadcast(part, src=rank, group=axis.group, async_op=True)
+            for part, rank in zip(parts, axis.ranks)
+            if part.numel()
+        ]
 
 
 def broadcast(tensor: torch.Tensor, axis: Axis, src: int = 0) -> torch.Tensor:

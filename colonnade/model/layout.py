@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,11 @@ def layout_of(tensor: torch.Tensor) -> TensorLayout:
     """The layout that rides on a parameter or buffer; whole where nothing has been said."""
     layout = getattr(tensor, "tensor_layout", None)
     return layout if layout is not None else TensorLayout.whole(tensor.shape)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor: the tensor itself, or the local part of a DTensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def has_layout(tensor: torch.Tensor) -> bool:

@@ -1,8 +1,14 @@
-"""The one gradient norm and the one clip, right for every layout because they read layouts."""
+"""The one gradient norm, right for every layout because it reads layouts.
+
+[Note: what a rank counts]
+A gradient that several ranks hold whole counts once; the pieces of a split one count together, a piece that several ranks
+hold on the first of them. So the entries a rank counts are put into classes by the mesh axes over which they are split; the
+squares of a class are added over exactly those axes, and over all others every rank must have the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -10,56 +16,63 @@ from torch import nn
 from colonnade.cluster.mesh import ParallelMesh
 from colonnade.comm.collectives import all_gather
 from colonnade.errors import UsageError, explain
-from colonnade.model.layout import layout_of
+from colonnade.model.layout import layout_of, local_of
 
 REPLICA_TOLERANCE = (
     2e-3  # of the squared norm; replicas are bit-equal on the CPU, and nearly so where kernels use atomics
 )
+ROW = 4096  # a norm of so many float32 entries at once keeps 7 digits; torch's norm of millions keeps 4 to 5 on the CPU
+
+Axes = tuple[str, ...]
+GradientParts = Mapping[Axes, list[torch.Tensor]]
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter], mesh: ParallelMesh, check_replicas: bool = True) -> torch.Tensor:
-    """Euclidean norm of the gradient of the logical parameters, the same float64 scalar on every rank.
+def gradient_parts(parameters: Iterable[nn.Parameter], mesh: ParallelMesh) -> dict[Axes, list[torch.Tensor]]:
+    """The entries of `parameter.grad` that this rank counts, by the axes over which they are split.
 
-    A parameter that several ranks hold whole counts once; the pieces of a split one count together, a piece that several
-    ranks hold on the first of them. Parameters without a gradient count as zero.
-
-    Args:
-        check_replicas: raise where ranks disagree about what they all hold.
-
-    Traffic: one all-gather of two numbers over each axis that splits parameters.
-
-    Raises:
-        UsageError: on every rank, where ranks that hold the same parameters hold different gradients for them.
+    Every rank has the same classes, whatever it holds of them.
     """
-    parameters = list(parameters)
-    if not parameters:
-        return torch.zeros((), dtype=torch.float64)
-    total = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
-    by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    parts: dict[Axes, list[torch.Tensor]] = {}
     for param in parameters:
-        grads = by_axes.setdefault(layout_of(param).sharded_axes, [])
+        grads = parts.setdefault(layout_of(param).sharded_axes, [])
         if param.grad is not None:
-            grads += counted_parts(param, param.grad, mesh)
-    whole = _norm(by_axes.pop((), []), total.device) ** 2
-    total += whole
-    for axes, grads in sorted(by_axes.items()):
-        square = _norm(grads, total.device) ** 2
-        for name in axes:
-            squares, wholes = torch.stack(all_gather(torch.stack([square, whole]), mesh.axis(name))).unbind(1)
-            if check_replicas:
-                _check_replicas(wholes, name)
-            square = squares.sum(0)
-        total += square
-    return total.sqrt()
+            grads += counted_parts(param, local_of(param.grad), mesh)
+    return parts
 
 
-def counted_parts(param: nn.Parameter, grad: torch.Tensor, mesh: ParallelMesh) -> list[torch.Tensor]:
+def counted_parts(param: torch.Tensor, grad: torch.Tensor, mesh: ParallelMesh) -> list[torch.Tensor]:
     """The parts of a local gradient that this rank counts: all but the pieces of which it is not the first holder."""
     layout = layout_of(param)
     if not any(box.holders for box in layout.boxes):
         return [grad]
     mine = [mesh.rank(axis) for axis in layout.sharded_axes]
     return [grad[box.local_slices] for box in layout.boxes if not box.holders or box.holders[0] in mine]
+
+
+def gradient_norm(
+    parts: GradientParts, mesh: ParallelMesh, device: torch.device, check_replicas: bool = True
+) -> torch.Tensor:
+    """Euclidean norm of the gradient of the logical parameters, the same float64 scalar on every rank.
+
+    Args:
+        parts: as of `gradient_parts`.
+        device: where to compute and exchange it.
+        check_replicas: raise where ranks disagree about what they all hold.
+
+    Traffic: over each axis that splits parameters one all-gather of one number for each class.
+
+    Raises:
+        UsageError: on every rank, where ranks that hold the same parameters hold different gradients for them.
+    """
+    classes = sorted({(), *parts})
+    squares = torch.stack([_norm(parts.get(axes, []), device) ** 2 for axes in classes])
+    for name in sorted({name for axes in classes for name in axes}):
+        of_ranks = torch.stack(all_gather(squares, mesh.axis(name)))
+        split = torch.tensor([name in axes for axes in classes], device=device)
+        if check_replicas:
+            _check_replicas(of_ranks[:, ~split].sum(1), name)
+        squares = torch.where(split, of_ranks.sum(0), squares)
+    return squares.sum().sqrt()
 
 
 def _check_replicas(squares: torch.Tensor, axis: str) -> None:
@@ -79,11 +92,16 @@ def _check_replicas(squares: torch.Tensor, axis: str) -> None:
 
 
 def _norm(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    if not grads:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return nn.utils.get_total_norm([g.float() for g in grads]).double()
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:
-    """Scale gradients in place so that their norm, given as `norm`, becomes at most `max_norm`; as torch does."""
-    nn.utils.clip_grads_with_norm_([p for p in parameters if p.grad is not None], max_norm, norm)
+    """Norm of all entries together, in float64."""
+    rows = [torch.zeros(1, dtype=torch.float64, device=device)]
+    short: list[torch.Tensor] = []
+    for grad in grads:
+        flat = grad.flatten()
+        whole = flat.numel() // ROW * ROW
+        if whole:
+            rows.append(torch.linalg.vector_norm(flat[:whole].view(-1, ROW).float(), dim=1).double())
+        if flat.numel() > whole:
+            short.append(flat[whole:].float())
+    if short:
+        rows.append(nn.utils.get_total_norm(short).double().reshape(1))
+    return torch.linalg.vector_norm(torch.cat([row.to(device) for row in rows]))

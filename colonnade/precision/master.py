@@ -11,25 +11,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from colonnade.cluster.mesh import ParallelMesh
 from colonnade.model.layout import layout_of, set_layout
+from colonnade.precision.stepped import Stepped, in_place_of_groups, move_state
 
 
-class MasterWeights:
+class MasterWeights(Stepped):
     """float32 copies of the parameters of an optimizer, taken before these are cast to 16 bits.
 
     Args:
-        optimizer: whose parameters they are for; None for an optimizer that steps on the parameters themselves.
+        optimizer: whose parameters they are for.
+        mesh: where parameters are split.
     """
 
-    def __init__(self, optimizer: Optimizer | None) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Optimizer, mesh: ParallelMesh) -> None:
+        super().__init__(optimizer, mesh)
         self.master: dict[nn.Parameter, nn.Parameter] = {}
-        groups = [] if optimizer is None else optimizer.param_groups
-        for param in (p for group in groups for p in group["params"]):
+        for param in self.tensors():
             self._add(param)
 
     def _add(self, param: nn.Parameter) -> None:
@@ -38,7 +39,6 @@ class MasterWeights:
             set_layout(self.master[param], layout_of(param))
 
     def refresh(self) -> None:
-        """Take over the model's weights, after something else has written them (loading a checkpoint)."""
         for param, master in self.master.items():
             master.data.copy_(param.data)
 
@@ -50,7 +50,6 @@ class MasterWeights:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Inside the block the optimizer holds the master weights and their gradients; afterwards the model is updated."""
         with self.swapped():
             for param, master in self.master.items():
                 self._follow(param, master)
@@ -58,34 +57,24 @@ class MasterWeights:
             try:
                 yield
             finally:
-                for param, master in self.master.items():
-                    if master.grad is not None:
-                        param.data.copy_(master.data)
-                        master.grad = None
+                for master in self.master.values():
+                    master.grad = None
+
+    def commit(self) -> None:
+        for param, master in self.master.items():
+            if master.grad is not None:
+                param.data.copy_(master.data)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Inside the block the master weights stand in the optimizer's groups, and its state is theirs."""
-        if self.optimizer is None:
-            yield
-            return
-        optimizer = self.optimizer
-        working = [group["params"] for group in optimizer.param_groups]
-        for param in (p for params in working for p in params if p not in self.master):
+        for param in [p for p in self.tensors() if p not in self.master]:
             self._add(param)  # of a group that was added after boost
-        for group, params in zip(optimizer.param_groups, working):
-            group["params"] = [self.master.get(p, p) for p in params]
-        for param, master in self.master.items():
-            _move_state(optimizer, param, master)
-        try:
-            yield
-        finally:
-            for group, params in zip(optimizer.param_groups, working):
-                group["params"] = params
+        masters = [[self.master.get(p, p) for p in group["params"]] for group in self.optimizer.param_groups]
+        with in_place_of_groups(self.optimizer, masters):
             for param, master in self.master.items():
-                _move_state(optimizer, master, param)
-
-
-def _move_state(optimizer: Optimizer, source: torch.Tensor, target: torch.Tensor) -> None:
-    if source in optimizer.state:
-        optimizer.state[target] = optimizer.state.pop(source)
+                move_state(self.optimizer, param, master)
+            try:
+                yield
+            finally:
+                for param, master in self.master.items():
+                    move_state(self.optimizer, master, param)

@@ -3,30 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from colonnade.cluster.device import current_device
 from colonnade.cluster.mesh import ParallelMesh
-from colonnade.comm.reducer import GradientReducer
 from colonnade.errors import ConfigError, UsageError, explain
-from colonnade.model.layout import has_layout, layout_of
-from colonnade.precision.grad_norm import clip_gradients, gradient_norm
-from colonnade.precision.master import MasterWeights
+from colonnade.model.layout import has_layout, layout_of, local_of
+from colonnade.precision.clipping import Clipping
+from colonnade.precision.grad_norm import gradient_norm
+from colonnade.precision.loss_scale import DynamicLossScale
+from colonnade.precision.stepped import OwnParameters, Stepped
+
+
+class Reducer(Protocol):
+    """What averages gradients over data-parallel ranks."""
+
+    @property
+    def unreduced(self) -> bool:
+        """Whether gradients have been accumulated and not averaged."""
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Backward pass of a loss, and the reduction of its gradients unless paused."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Only accumulate inside the block."""
+
+    def finish(self) -> None:
+        """Reduce what has only been accumulated."""
+
+    def covers(self, param: nn.Parameter) -> bool:
+        """Whether a parameter's gradient is averaged here."""
 
 
 class ParallelOptimizer(Optimizer):
-    """Wraps the user's optimizer; parameters, groups and state stay the user's own objects.
+    """Wraps the user's optimizer; parameters and groups stay the user's own objects.
 
     Args:
         inner: the optimizer to step.
         mesh: where parameters are split.
-        dtype: format that the model is about to be cast to. Where it is not float32, the weights as they are now become
-            the master weights.
-        max_norm: gradients are clipped to this global norm; 0 leaves them.
+        stepped: what it steps on; by default the parameters themselves.
+        clipping: how gradients are clipped.
+        loss_scale: what losses are multiplied by, for fp16; None for no scale.
 
     Attributes:
         reducer: averages gradients over data-parallel ranks; None where something else does.
@@ -35,21 +57,21 @@ class ParallelOptimizer(Optimizer):
     """
 
     def __init__(
-        self, inner: Optimizer, mesh: ParallelMesh, dtype: torch.dtype = torch.float32, max_norm: float = 0.0
+        self,
+        inner: Optimizer,
+        mesh: ParallelMesh,
+        stepped: Stepped | None = None,
+        clipping: Clipping | None = None,
+        loss_scale: DynamicLossScale | None = None,
     ) -> None:
         # Optimizer.__init__ is not called: groups, state and hooks are those of the wrapped optimizer
-        self.inner, self.mesh, self.max_norm = inner, mesh, check_max_norm(max_norm)
-        self.reducer: GradientReducer | None = None
+        self.inner, self.mesh, self.clipping = inner, mesh, clipping or Clipping()
+        self.reducer: Reducer | None = None
         self.covered: Callable[[nn.Parameter], bool] | None = None
         self.check_replicas = True
-        _check_elementwise(inner)
-        shard_optimizer_state(inner)
-        self.master = MasterWeights(inner if dtype != torch.float32 else None)
+        self.stepped = stepped or OwnParameters(inner, mesh)
+        self.loss_scaler = loss_scale
         self._norm: torch.Tensor | None = None
-
-    def parameters(self) -> list[nn.Parameter]:
-        """All parameters of all groups."""
-        return [param for group in self.inner.param_groups for param in group["params"]]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -71,8 +93,15 @@ class ParallelOptimizer(Optimizer):
         """Global norm of the last step's gradient before clipping, the same on every rank; None before the first step."""
         return None if self._norm is None else float(self._norm)
 
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied by; 1 without a loss scale."""
+        return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
+
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backward pass, and the reduction of its gradients unless inside `no_sync`."""
+        if self.loss_scaler is not None:
+            loss = loss.float() * self.loss_scaler.scale
         if self.reducer is None:
             loss.backward(**kwargs)
         else:
@@ -88,7 +117,7 @@ class ParallelOptimizer(Optimizer):
                 yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Measure, clip, and step the wrapped optimizer.
+        """Measure, clip, and step the wrapped optimizer; with a loss scale, leave the step out where gradients overflowed.
 
         Raises:
             ConfigError: a closure is given; it would run the model several times a step, outside of the reduction.
@@ -96,12 +125,22 @@ class ParallelOptimizer(Optimizer):
         if closure is not None:
             raise ConfigError("step(closure) is not possible: call booster.backward(loss, optimizer), then step().")
         self._complete_reduction()
-        with self.master.stepping():
-            parameters = self.parameters()
-            self._norm = gradient_norm(parameters, self.mesh, self.check_replicas)
-            if self.max_norm > 0:
-                clip_gradients(parameters, self.max_norm, self._norm)
-            return self.inner.step()
+        with self.stepped.stepping():
+            parameters = self.stepped.tensors()
+            self._unscale(parameters)
+            parts = self.stepped.gradient_parts()
+            self._norm = gradient_norm(parts, self.mesh, current_device(), self.check_replicas)
+            if self.loss_scaler is not None and not self.loss_scaler.update(float(self._norm)):
+                return None
+            self.clipping.apply(parameters, self._norm)
+            result = self.inner.step()
+            self.stepped.commit()
+            return result
+
+    def _unscale(self, parameters: list[nn.Parameter]) -> None:
+        grads = [local_of(param.grad) for param in parameters if param.grad is not None]
+        if self.loss_scale != 1 and grads:
+            torch._foreach_mul_(grads, 1.0 / self.loss_scale)
 
     def _complete_reduction(self) -> None:
         """Average what was only accumulated, and refuse gradients that nothing averages."""
@@ -110,7 +149,7 @@ class ParallelOptimizer(Optimizer):
         covers = (
             self.covered if self.covered is not None else (self.reducer.covers if self.reducer is not None else None)
         )
-        missed = sum(p.grad is not None and not covers(p) for p in self.parameters()) if covers is not None else 0
+        missed = sum(p.grad is not None and not covers(p) for p in self.stepped.tensors()) if covers is not None else 0
         if missed:
             raise UsageError(
                 explain(
@@ -124,16 +163,22 @@ class ParallelOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the accumulated gradients."""
-        self.inner.zero_grad(set_to_none)
+        self.stepped.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state: this rank's share."""
-        return self.inner.state_dict()
+        """The wrapped optimizer's state: this rank's share; with fp16 the loss scale's too."""
+        with self.stepped.swapped():
+            state = self.inner.state_dict()
+        return state if self.loss_scaler is None else state | {"loss_scale": self.loss_scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned on a rank of the same layout."""
-        with self.master.swapped():  # torch casts state to the format of the parameters it finds
-            self.inner.load_state_dict(state_dict)
+        state = dict(state_dict)
+        scale = state.pop("loss_scale", None)
+        if self.loss_scaler is not None and scale is not None:
+            self.loss_scaler.load_state_dict(scale)
+        with self.stepped.swapped():  # torch casts state to the format of the parameters it finds
+            self.inner.load_state_dict(state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer."""
@@ -146,29 +191,38 @@ class ParallelOptimizer(Optimizer):
 NOT_ELEMENTWISE = ("Adafactor", "Muon", "LBFGS", "Lamb", "LARS", "Shampoo", "SOAP", "GaLore", "CAME")
 
 
-def _check_elementwise(optimizer: Optimizer) -> None:
-    """Refuse optimizers that look at a whole matrix, where matrices are split.
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether an optimizer treats each entry by itself, so that any part of a parameter can be stepped on alone.
+
+    An optimizer says it by an attribute `elementwise`; of others the well-known names are looked up.
+    """
+    said = getattr(optimizer, "elementwise", None)
+    if said is not None:
+        return said
+    kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]
+    return not any(name.lower() in kind for name in NOT_ELEMENTWISE for kind in kinds)
+
+
+def bind_to_mesh(optimizer: Optimizer, mesh: ParallelMesh) -> None:
+    """Tell an optimizer that looks at whole matrices over which ranks they are split, once they are.
 
     Raises:
-        ConfigError: naming the optimizer.
+        ConfigError: it has no way to be told (`set_mesh`), and parameters are split.
     """
-    kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]
-    whole = next((name for name in NOT_ELEMENTWISE if any(name.lower() in kind for kind in kinds)), None)
+    if hasattr(optimizer, "set_mesh"):
+        optimizer.set_mesh(mesh)
+        return
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    if whole is not None and any(layout_of(p).sharded_axes for p in params):
+    if not is_elementwise(optimizer) and any(layout_of(p).sharded_axes for p in params):
         raise ConfigError(
             explain(
                 f"{type(optimizer).__name__} cannot step on split parameters: its update looks at whole matrices.",
-                [("try", "AdamW, SGD or another optimizer that treats each entry by itself, or tp_size=1")],
+                [
+                    ("try", "one of colonnade.optim, which can (Lamb, Lars, Adafactor, CAME, GaLoreAdamW, Muon)"),
+                    ("or", "AdamW, SGD or another optimizer that treats each entry by itself, or tp_size=1"),
+                ],
             )
         )
-
-
-def check_max_norm(max_norm: float) -> float:
-    """Refuse a clipping norm that is negative or not a number."""
-    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm >= 0:
-        raise ConfigError(f"max_norm={max_norm!r} must be a number ≥ 0 (0 switches clipping off).")
-    return float(max_norm)
 
 
 def shard_optimizer_state(optimizer: Optimizer) -> None:
@@ -177,5 +231,5 @@ def shard_optimizer_state(optimizer: Optimizer) -> None:
         if isinstance(param, torch.Tensor) and has_layout(param):
             layout = layout_of(param)
             for key, value in state.items():
-                if isinstance(value, torch.Tensor) and value.shape == layout.shape != param.shape:
+                if isinstance(value, torch.Tensor) and value.shape == layout.shape != local_of(param).shape:
                     state[key] = layout.extract(value)

@@ -9,22 +9,44 @@ from torch import nn
 
 from colonnade.errors import ConfigError, explain
 
-FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class _Default(str):
+    """A precision that nobody has asked for."""
+
+
+DEFAULT_PRECISION = _Default("bf16")
+
+
+def chosen(asked_of_plugin: str, mixed_precision: str | None) -> str:
+    """The precision where it can be said in two places.
+
+    Raises:
+        ConfigError: both say something, and not the same.
+    """
+    if mixed_precision is None or mixed_precision == asked_of_plugin:
+        return asked_of_plugin
+    if isinstance(asked_of_plugin, _Default):
+        return mixed_precision
+    raise ConfigError(
+        explain(
+            f"the plugin has precision={asked_of_plugin!r}, and the booster mixed_precision={mixed_precision!r}.",
+            [("rule", "both mean the format of parameters and activations"), ("try", "only one of them")],
+        )
+    )
 
 
 def parse_precision(precision: str) -> torch.dtype:
-    """The dtype for "fp32" or "bf16".
+    """The dtype for "fp32", "bf16" or "fp16".
 
     Raises:
-        ConfigError: any other word; "fp16" needs a loss scale, which is not there yet.
+        ConfigError: any other word.
     """
     if precision in FORMATS:
         return FORMATS[precision]
-    reason = "fp16 needs a loss scale, which this version does not have" if precision == "fp16" else "no such format"
     raise ConfigError(
-        explain(
-            f"precision={precision!r} is not available.", [("reason", reason), ("try", 'precision="bf16" or "fp32"')]
-        )
+        explain(f"precision={precision!r} is not available.", [("try", "one of " + ", ".join(map(repr, FORMATS)))])
     )
 
 

@@ -16,10 +16,13 @@ from colonnade.cluster.device import current_device
 from colonnade.cluster.mesh import ParallelMesh
 from colonnade.comm.reducer import GradientReducer
 from colonnade.errors import ConfigError, explain
+from colonnade.precision.clipping import Clipping
+from colonnade.precision.loss_scale import LossScale
 from colonnade.precision.optimizer import ParallelOptimizer
-from colonnade.precision.precision import cast_parameters
+from colonnade.precision.precision import DEFAULT_PRECISION, cast_parameters
 from colonnade.shardformer import Policy, ShardConfig, ShardFormer
 from colonnade.shardformer.layer.loss import LossAverage
+from colonnade.zero.options import ZeroOptions, check_stage
 
 
 class HybridParallelPlugin(DPPluginBase):
@@ -29,14 +32,18 @@ class HybridParallelPlugin(DPPluginBase):
 
     Args:
         tp_size: ranks that share one model.
-        pp_size, sp_size, zero_stage, sequence_parallelism_mode: not available in this version; leave them as they are.
-        precision: "bf16" (parameters and activations in bf16, optimizer on float32 master weights) or "fp32".
+        pp_size, sp_size, sequence_parallelism_mode: not available in this version; leave them as they are.
+        zero_stage: 1 deals optimizer states out over data-parallel ranks, 2 gradients too; see `LowLevelZeroPlugin`.
+        precision: "bf16" or "fp16" (parameters and activations in 16 bits, optimizer on float32 master weights), or "fp32".
         max_norm: gradients are clipped to this global norm; 0 leaves them.
+        max_value: every entry of a gradient is clipped to this size instead; 0 leaves them.
+        loss_scale: how the loss scale of fp16 starts and moves.
         enable_fused_normalization: replace norms by one fused operator each.
         enable_flash_attention: choose the fastest attention implementation that is installed.
         num_microbatches, microbatch_size: how `execute_pipeline` cuts a batch; by default not at all.
         custom_policy: sharding policy, or its class, to use instead of the model family's own.
         bucket_bytes: size of the buckets in which gradients are averaged over data-parallel ranks.
+        communication_dtype, overlap_communication, cpu_offload: for ZeRO; see `ZeroOptions`.
         check_batches: at every forward check that the ranks of a tensor-parallel group got the same batch (debugging).
 
     Raises:
@@ -50,24 +57,33 @@ class HybridParallelPlugin(DPPluginBase):
         sp_size: int = 1,
         *,
         zero_stage: int = 0,
-        precision: str = "bf16",
+        precision: str = DEFAULT_PRECISION,
         max_norm: float = 0.0,
+        max_value: float = 0.0,
+        loss_scale: LossScale | None = None,
         sequence_parallelism_mode: str | None = None,
         enable_fused_normalization: bool = False,
         enable_flash_attention: bool = False,
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
         custom_policy: Policy | type[Policy] | None = None,
-        bucket_bytes: int = 8 << 20,
+        bucket_bytes: int = 4 << 20,
+        communication_dtype: torch.dtype | None = None,
+        overlap_communication: bool = True,
+        cpu_offload: bool = False,
         check_batches: bool = False,
     ) -> None:
-        _refuse_what_is_missing(pp_size, sp_size, zero_stage, sequence_parallelism_mode)
-        if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-            raise ConfigError(f"bucket_bytes={bucket_bytes!r} must be a whole number of at least 1.")
+        _refuse_what_is_missing(pp_size, sp_size, sequence_parallelism_mode)
+        self.zero_stage = check_stage(zero_stage, (0, 1, 2))
+        self.options = ZeroOptions(bucket_bytes, communication_dtype, overlap_communication, cpu_offload)
+        if zero_stage == 0 and (communication_dtype is not None or cpu_offload or not overlap_communication):
+            raise ConfigError(
+                "communication_dtype, overlap_communication and cpu_offload need zero_stage=1 or 2: they say how ZeRO works."
+            )
         mesh = ParallelMesh(tp=tp_size, pp=pp_size, sp=sp_size)
-        super().__init__(mesh, precision, max_norm, microbatch_size, num_microbatches, check_batches)
+        clipping = Clipping(max_norm, max_value)
+        super().__init__(mesh, precision, clipping, loss_scale, microbatch_size, num_microbatches, check_batches)
         self.custom_policy = custom_policy() if isinstance(custom_policy, type) else custom_policy
-        self.bucket_bytes = bucket_bytes
         self.shard_config = ShardConfig(
             tensor_parallel_process_group=mesh.axis("tp"),
             enable_tensor_parallelism=tp_size > 1,
@@ -90,26 +106,29 @@ class HybridParallelPlugin(DPPluginBase):
         start_alike(sharder.model, self.mesh)
         sharder.shard()
         model = sharder.model.to(current_device())
-        parallel_optimizer = None
-        if optimizer is not None:
-            # made before the cast, so that the master weights are the weights as given
-            parallel_optimizer = ParallelOptimizer(optimizer, self.mesh, self.dtype, self.max_norm)
+        # made before the cast, so that the master weights are the weights as given
+        parallel_optimizer = None if optimizer is None else self._parallel(optimizer, model)
         cast_parameters(model, self.dtype)
-        if parallel_optimizer is not None:
-            parallel_optimizer.reducer = GradientReducer(model.parameters(), self.mesh.axis("dp"), self.bucket_bytes)
-        return (
-            self.wrap(model, average, parallel_optimizer, config),
-            parallel_optimizer,
-            criterion,
-            dataloader,
-            lr_scheduler,
+        boosted = self.wrap(model, average, parallel_optimizer, config)
+        return boosted, parallel_optimizer, criterion, dataloader, lr_scheduler
+
+    def _parallel(self, optimizer: Optimizer, model: nn.Module) -> ParallelOptimizer:
+        if self.zero_stage:
+            return self.sharded(optimizer, model, self.zero_stage, self.options)
+        parallel_optimizer = self.parallel(optimizer)
+        parallel_optimizer.reducer = GradientReducer(
+            model.parameters(), self.mesh.axis("dp"), self.options.bucket_bytes
         )
+        return parallel_optimizer
+
+    def support_no_sync(self) -> bool:
+        return self.zero_stage < 2
 
     def __repr__(self) -> str:
         return f"HybridParallelPlugin({self.mesh!r}, {self.precision})"
 
 
-def _refuse_what_is_missing(pp_size: int, sp_size: int, zero_stage: int, mode: str | None) -> None:
+def _refuse_what_is_missing(pp_size: int, sp_size: int, mode: str | None) -> None:
     rows = []
     if pp_size != 1:
         rows.append((f"pp_size={pp_size}", "pipeline parallelism is not there yet: leave pp_size=1"))
@@ -120,7 +139,5 @@ def _refuse_what_is_missing(pp_size: int, sp_size: int, zero_stage: int, mode: s
                 "sequence parallelism is not there yet: leave sp_size=1, None",
             )
         )
-    if zero_stage != 0:
-        rows.append((f"zero_stage={zero_stage}", "sharded optimizer states are not there yet: leave zero_stage=0"))
     if rows:
         raise ConfigError(explain("HybridParallelPlugin of this version offers tensor and data parallelism.", rows))

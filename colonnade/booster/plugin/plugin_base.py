@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,19 @@ from colonnade import checkpoint
 from colonnade.booster.plugin.batches import check_microbatching
 from colonnade.booster.plugin.boosted_model import BoostedModel
 from colonnade.booster.plugin.dataloader import StatefulDataLoader, make_dataloader
+from colonnade.booster.plugin.lora import add_lora, check_lora_model, check_no_adapters
 from colonnade.booster.plugin.microbatch import run_microbatches
 from colonnade.cluster.mesh import ParallelMesh
 from colonnade.errors import UsageError, explain
-from colonnade.precision.optimizer import ParallelOptimizer, check_max_norm
-from colonnade.precision.precision import parse_precision
+from colonnade.precision.clipping import Clipping
+from colonnade.precision.fused import prefer_fused
+from colonnade.precision.loss_scale import DynamicLossScale, LossScale
+from colonnade.precision.master import MasterWeights
+from colonnade.precision.optimizer import ParallelOptimizer, bind_to_mesh, shard_optimizer_state
+from colonnade.precision.precision import chosen, parse_precision
+from colonnade.precision.stepped import Stepped
+from colonnade.zero.options import ZeroOptions
+from colonnade.zero.shards import FlatShards
 
 Boosted = tuple[nn.Module, Any, Any, Any, Any]
 
@@ -76,6 +84,10 @@ class Plugin(ABC):
         """Device types this strategy runs on."""
 
     @abstractmethod
+    def use_precision(self, precision: str | None) -> None:
+        """Take the booster's `mixed_precision` for a precision that was not given to the plugin."""
+
+    @abstractmethod
     def supported_precisions(self) -> list[str]:
         """Values of `precision` this strategy takes."""
 
@@ -91,14 +103,28 @@ class Plugin(ABC):
     def load_model(self, model: nn.Module, path: str | Path, **kwargs: Any) -> None:
         """Read such a folder into the model, each rank its own part."""
 
+    @abstractmethod
+    def support_lora(self) -> bool:
+        """Whether `enable_lora` can be called."""
+
+    @abstractmethod
+    def enable_lora(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        """The model with adapters, to be boosted."""
+
+    @abstractmethod
+    def save_lora_as_pretrained(self, model: nn.Module, path: str | Path, use_safetensors: bool = True) -> None:
+        """Write the adapters as a folder that peft loads."""
+
 
 class DPPluginBase(Plugin):
     """Base of strategies in which every rank runs the whole forward: loop, data, saving and loading.
 
     Args:
-        precision: "fp32" or "bf16"; format of parameters, activations and gradients. With bf16 the optimizer steps on
-            float32 master weights.
-        max_norm: gradients are clipped to this global norm; 0 leaves them.
+        mesh: every rank's place.
+        precision: "fp32", "bf16" or "fp16": format of parameters, activations and gradients. With 16 bits the optimizer
+            steps on float32 master weights; with fp16 the loss is scaled.
+        clipping: how gradients are clipped.
+        loss_scale: how the scale of fp16 starts and moves; by default `LossScale()`.
         microbatch_size: rows of a micro-batch in `execute_pipeline`; by default the whole local batch.
         num_microbatches: number of micro-batches instead.
         check_batches: at every forward compare the batches of the ranks that must see the same one (for debugging).
@@ -108,22 +134,32 @@ class DPPluginBase(Plugin):
         self,
         mesh: ParallelMesh,
         precision: str,
-        max_norm: float,
-        microbatch_size: int | None,
-        num_microbatches: int | None,
-        check_batches: bool,
+        clipping: Clipping,
+        loss_scale: LossScale | None = None,
+        microbatch_size: int | None = None,
+        num_microbatches: int | None = None,
+        check_batches: bool = False,
     ) -> None:
         check_microbatching(microbatch_size, num_microbatches)
         self.mesh, self.precision, self.dtype = mesh, precision, parse_precision(precision)
-        self.max_norm = check_max_norm(max_norm)
+        self.clipping, self.loss_scale = clipping, loss_scale or LossScale()
         self.microbatch_size, self.num_microbatches = microbatch_size, num_microbatches
         self.check_batches = check_batches
+
+    def use_precision(self, precision: str | None) -> None:
+        """Take the booster's `mixed_precision` for a precision that was not given to the plugin.
+
+        Raises:
+            ConfigError: another one was given.
+        """
+        self.precision = chosen(self.precision, precision)
+        self.dtype = parse_precision(self.precision)
 
     def supported_devices(self) -> list[str]:
         return ["cpu", "cuda", "xpu"]
 
     def supported_precisions(self) -> list[str]:
-        return ["fp32", "bf16"]
+        return ["fp32", "bf16", "fp16"]
 
     def support_no_sync(self) -> bool:
         return True
@@ -156,7 +192,7 @@ class DPPluginBase(Plugin):
             num_microbatches=self.num_microbatches,
             return_loss=return_loss,
             return_outputs=return_outputs,
-            no_sync=lambda: self.no_sync(model, optimizer),
+            no_sync=lambda: self.no_sync(model, optimizer) if self.support_no_sync() else nullcontext(),
         )
 
     def prepare_dataloader(  # type: ignore[override]
@@ -184,13 +220,53 @@ class DPPluginBase(Plugin):
 
     def save_model(self, model: nn.Module, path: str | Path, **kwargs: Any) -> None:  # type: ignore[override]
         boosted = boosted_model(model)
+        check_no_adapters(boosted.unwrap(), "save_model")
         checkpoint.save_model(boosted.unwrap(), path, self.mesh, config=boosted.original_config, **kwargs)
 
     def load_model(self, model: nn.Module, path: str | Path, **kwargs: Any) -> None:  # type: ignore[override]
         boosted = boosted_model(model)
+        check_no_adapters(boosted.unwrap(), "load_model")
         checkpoint.load_model(boosted.unwrap(), path, self.mesh, **kwargs)
         for optimizer in boosted.optimizers:
-            optimizer.master.refresh()
+            optimizer.stepped.refresh()
+
+    def support_lora(self) -> bool:
+        return True
+
+    def enable_lora(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        return add_lora(model, self.mesh, **kwargs)
+
+    def save_lora_as_pretrained(self, model: nn.Module, path: str | Path, use_safetensors: bool = True) -> None:
+        boosted = boosted_model(model)
+        check_lora_model(boosted.unwrap())
+        checkpoint.save_adapters(boosted.unwrap(), path, self.mesh, use_safetensors=use_safetensors)
+
+    def parallel(self, optimizer: Optimizer, stepped: Stepped | None = None) -> ParallelOptimizer:
+        """The user's optimizer with this plugin's clipping and loss scale.
+
+        Args:
+            stepped: what it steps on; by default the parameters, or float32 copies of them as they are now where the
+                model is about to be cast to 16 bits.
+        """
+        shard_optimizer_state(optimizer)
+        bind_to_mesh(optimizer, self.mesh)
+        if stepped is None and self.dtype != torch.float32:
+            stepped = MasterWeights(optimizer, self.mesh)
+        scale = DynamicLossScale(self.loss_scale) if self.dtype == torch.float16 else None
+        return ParallelOptimizer(optimizer, self.mesh, stepped, self.clipping, scale)
+
+    def sharded(self, optimizer: Optimizer, model: nn.Module, stage: int, options: ZeroOptions) -> ParallelOptimizer:
+        """The user's optimizer with its states dealt out over data-parallel ranks (ZeRO).
+
+        Args:
+            model: on its device and split already, but not cast.
+        """
+        shard_optimizer_state(optimizer)
+        prefer_fused(optimizer)
+        shards = FlatShards(optimizer, model, self.mesh, stage, self.dtype, options)
+        boosted = self.parallel(optimizer, shards)
+        boosted.reducer = shards.reducer
+        return boosted
 
     def wrap(
         self,
@@ -206,6 +282,7 @@ class DPPluginBase(Plugin):
         )
         boosted.train(model.training)
         boosted.optimizers = [] if optimizer is None else [optimizer]
+        boosted.in_step = not self.support_no_sync()
         return boosted
 
 

@@ -17,9 +17,10 @@ from colonnade.booster.plugin.start import start_alike
 from colonnade.cluster.device import current_device
 from colonnade.cluster.mesh import Axis, ParallelMesh
 from colonnade.comm.collectives import all_reduce_async
-from colonnade.precision.optimizer import ParallelOptimizer
-from colonnade.precision.precision import cast_parameters
-from colonnade.shardformer.layer.loss import CausalLMLoss, LossAverage, causal_loss_owner
+from colonnade.precision.clipping import Clipping
+from colonnade.precision.loss_scale import LossScale
+from colonnade.precision.precision import DEFAULT_PRECISION, cast_parameters
+from colonnade.shardformer.layer.loss import LossAverage, average_causal_loss
 
 
 class TorchDDPPlugin(DPPluginBase):
@@ -28,8 +29,10 @@ class TorchDDPPlugin(DPPluginBase):
     Args:
         broadcast_buffers, bucket_cap_mb, find_unused_parameters, gradient_as_bucket_view, static_graph: as
             torch.nn.parallel.DistributedDataParallel, which see.
-        precision: "bf16" (parameters and activations in bf16, optimizer on float32 master weights) or "fp32".
+        precision: "bf16" or "fp16" (parameters and activations in 16 bits, optimizer on float32 master weights), or "fp32".
         max_norm: gradients are clipped to this global norm; 0 leaves them.
+        max_value: every entry of a gradient is clipped to this size instead; 0 leaves them.
+        loss_scale: how the loss scale of fp16 starts and moves.
         num_microbatches, microbatch_size: how `execute_pipeline` cuts a batch; by default not at all.
     """
 
@@ -41,12 +44,15 @@ class TorchDDPPlugin(DPPluginBase):
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         *,
-        precision: str = "bf16",
+        precision: str = DEFAULT_PRECISION,
         max_norm: float = 0.0,
+        max_value: float = 0.0,
+        loss_scale: LossScale | None = None,
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
     ) -> None:
-        super().__init__(ParallelMesh(), precision, max_norm, microbatch_size, num_microbatches, check_batches=False)
+        clipping = Clipping(max_norm, max_value)
+        super().__init__(ParallelMesh(), precision, clipping, loss_scale, microbatch_size, num_microbatches)
         self.ddp_options: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,
@@ -69,13 +75,11 @@ class TorchDDPPlugin(DPPluginBase):
         check_boostable(model, optimizer)
         config, average = pristine_config(model), LossAverage()
         start_alike(model, self.mesh)
-        owner: Any = causal_loss_owner(model)
-        if owner is not None:
-            owner.loss_function = CausalLMLoss(average)
+        average_causal_loss(model, average)
         model = model.to(current_device())
         parallel_optimizer = None
         if optimizer is not None:
-            parallel_optimizer = ParallelOptimizer(optimizer, self.mesh, self.dtype, self.max_norm)
+            parallel_optimizer = self.parallel(optimizer)
         cast_parameters(model, self.dtype)
         if parallel_optimizer is not None and self.mesh.size("dp") > 1:
             parallel_optimizer.covered = {p for p in model.parameters() if p.requires_grad}.__contains__

@@ -121,6 +121,13 @@ def causal_loss_owner(model: torch.nn.Module) -> torch.nn.Module | None:
     )
 
 
+def average_causal_loss(model: torch.nn.Module, average: LossAverage) -> None:
+    """Let a causal language model that is not split take its loss over the ranks that `average` says."""
+    owner: Any = causal_loss_owner(model)
+    if owner is not None:
+        owner.loss_function = CausalLMLoss(average)
+
+
 def _is_causal(module: torch.nn.Module) -> bool:
     function = getattr(module, "loss_function", None)
     native = getattr(function, "__name__", None) == "ForCausalLMLoss"

@@ -1,0 +1,195 @@
+"""FlatShards: the optimizer steps on what this rank owns, and the model gets the parts of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import groupby
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from colonnade.cluster.mesh import ParallelMesh
+from colonnade.comm.buffers import BufferPool
+from colonnade.comm.collectives import gather_in_place_start, wait
+from colonnade.model.layout import layout_of
+from colonnade.precision.grad_norm import Axes, GradientParts
+from colonnade.precision.optimizer import is_elementwise
+from colonnade.precision.stepped import Stepped, in_place_of_groups
+from colonnade.zero.bucket import ShardBucket
+from colonnade.zero.options import ZeroOptions
+from colonnade.zero.plan import plan_storages
+from colonnade.zero.reducer import ShardReducer
+from colonnade.zero.storage import Piece, Storage
+from colonnade.zero.units import State, Unit, joined_state, scalars
+
+Values = dict[nn.Parameter, torch.Tensor]
+
+
+class FlatShards(Stepped):
+    """Moves the parameters of an optimizer into flat storages and deals gradients and states out over the dp ranks.
+
+    (ZeRO: memory optimizations toward training trillion parameter models, Rajbhandari et al. 2020, sections 5.1 and 5.2.)
+
+    Args:
+        optimizer: the user's; any that treats entries by themselves steps on flat tensors, others on whole parameters.
+        model: whose parameters they are; they become views of the storages.
+        mesh: the data-parallel ranks, and where parameters are split.
+        stage: 1 deals out states; 2 gradients too.
+        dtype: format of the model. Where it is not float32, what is stepped on are float32 copies of the weights as they
+            are now.
+        options: how gradients travel and where states live.
+
+    Attributes:
+        reducer: averages the gradients.
+        units: what is stepped on, by parameter group; see [Note: units and unused parameters].
+
+    Traffic of a step beside the reducer's: one all-gather of every element.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        mesh: ParallelMesh,
+        stage: int,
+        dtype: torch.dtype,
+        options: ZeroOptions,
+    ) -> None:
+        super().__init__(optimizer, mesh)
+        self.axis, self.offload = mesh.axis("dp"), options.cpu_offload
+        self.copies = dtype != torch.float32 or options.cpu_offload
+        self.storages: list[Storage] = []
+        self.units: list[list[Unit]] = [[] for _ in optimizer.param_groups]
+        order = {param: index for index, param in enumerate(model.parameters())}
+        groups = [group["params"] for group in optimizer.param_groups]
+        whole, pool, buckets = not is_elementwise(optimizer), BufferPool(), []
+        for plan in plan_storages(groups, order, self.axis.size, options.bucket_bytes, dtype.itemsize, whole):
+            exact = {place.param: place.param.data for place in plan.places}  # before they are rounded
+            storage = Storage(plan, dtype)
+            self.storages.append(storage)
+            for part in plan.buckets:
+                bucket = ShardBucket(storage, part, self.axis, pool, stage == 1, options.communication_dtype)
+                buckets.append(bucket)
+                self.units[plan.group] += self._units_of(bucket, exact)
+        for param in order:
+            optimizer.state.pop(param, None)  # it has been handed on to the units
+        self._classes = {("dp", *layout_of(param).sharded_axes) for bucket in buckets for param in bucket.params}
+        self.reducer = ShardReducer(buckets, self.axis, options.overlap_communication)
+
+    def _units_of(self, bucket: ShardBucket, exact: Values) -> list[Unit]:
+        """Units for this rank's part of a bucket; as few as the states allow that the optimizer has already."""
+        start, stop = bucket.plan.part(self.axis.rank)
+        states: dict[nn.Parameter, State] = {param: self.optimizer.state.get(param, {}) for param in bucket.params}
+        units = []
+        for _, run in groupby(bucket.storage.pieces(start, stop), lambda piece: self._run(piece, bucket, states)):
+            pieces = [piece._replace(offset=piece.offset + start) for piece in run]
+            unit = Unit(bucket, pieces, self._tensor_for(bucket, pieces, exact))
+            units.append(unit)
+            state = states[pieces[0].param]
+            if state:
+                self.optimizer.state[unit.tensor] = (
+                    state if bucket.storage.plan.whole else joined_state(pieces, states, unit.tensor)
+                )
+        return units
+
+    def _run(self, piece: Piece, bucket: ShardBucket, states: dict[nn.Parameter, State]) -> object:
+        """Neighbours for which this is the same make up one unit."""
+        return piece.offset if bucket.storage.plan.whole else scalars(states[piece.param])
+
+    def _tensor_for(self, bucket: ShardBucket, pieces: list[Piece], exact: Values) -> nn.Parameter:
+        start, stop = pieces[0].offset, pieces[-1].there.stop
+        if self.copies:
+            device = torch.device("cpu") if self.offload else bucket.storage.flat.device
+            values = torch.zeros(stop - start, device=device)
+            for piece in pieces:
+                values[piece.offset - start : piece.there.stop - start].copy_(piece.of(exact[piece.param]))
+        else:
+            values = bucket.storage.flat[start:stop]
+        return nn.Parameter(values.view(pieces[0].param.shape) if bucket.storage.plan.whole else values)
+
+    def gradient_parts(self) -> GradientParts:
+        parts: dict[Axes, list[torch.Tensor]] = {axes: [] for axes in self._classes}
+        for unit in self._all_units():
+            for axes, grads in unit.counted(self.mesh):
+                parts[axes] += grads
+        return parts
+
+    def _all_units(self) -> list[Unit]:
+        return [unit for units in self.units for unit in units]
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        tensors = [[unit.tensor for unit in units] for units in self.units]
+        with in_place_of_groups(self.optimizer, tensors):
+            yield
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        for storage in self.storages:
+            storage.attach()
+        self._cut_where_use_differs()
+        with self.swapped():
+            for unit in self._all_units():
+                if self.copies:
+                    self._follow(unit)
+                unit.tensor.grad = unit.gradient() if unit.params <= self.reducer.used else None
+            try:
+                yield
+            finally:
+                for unit in self._all_units():
+                    unit.tensor.grad = None
+
+    def _cut_where_use_differs(self) -> None:
+        """See [Note: units and unused parameters]."""
+        used = self.reducer.used
+        for number, units in enumerate(self.units):
+            found: list[Unit] = []
+            for unit in units:
+                if unit.params <= used or used.isdisjoint(unit.params):
+                    found.append(unit)
+                    continue
+                runs = [list(run) for _, run in groupby(unit.pieces, lambda piece: piece.param in used)]
+                for part, state in unit.cut(runs, self.optimizer.state.pop(unit.tensor, {})):
+                    found.append(part)
+                    if state:
+                        self.optimizer.state[part.tensor] = state
+            self.units[number] = found
+
+    def _follow(self, unit: Unit) -> None:
+        """Take over entries that something else has written into the model since the last step."""
+        model, master = unit.model_part(), unit.tensor.data.view(-1)
+        written = model != master.to(model.device, model.dtype)
+        if written.any():
+            where = written.to(master.device)
+            master[where] = model[written].to(master.device, master.dtype)
+
+    def commit(self) -> None:
+        if self.copies:
+            for unit in self._all_units():
+                if unit.tensor.grad is not None:
+                    unit.model_part().copy_(unit.tensor.data.view(-1))
+        self._gather()
+
+    def _gather(self) -> None:
+        """Give every rank the parts of all."""
+        works = []
+        for bucket in self.reducer.buckets:
+            if self.reducer.used.isdisjoint(bucket.params):
+                continue
+            whole = bucket.storage.flat[bucket.plan.start : bucket.plan.start + bucket.plan.numel]
+            works += gather_in_place_start(whole, bucket.plan.sizes, self.axis)
+        for work in works:
+            wait(work, self.axis, "all_gather")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self.reducer.forget()
+
+    def refresh(self) -> None:
+        for storage in self.storages:
+            storage.attach()
+        if self.copies:
+            for unit in self._all_units():
+                unit.tensor.data.view(-1).copy_(unit.model_part())

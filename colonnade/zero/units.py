@@ -1,0 +1,131 @@
+"""Unit: a tensor that the optimizer steps on, standing for a run of entries of several parameters.
+
+[Note: units and unused parameters]
+Whatever this rank owns of a bucket is one unit: one flat tensor, one state, one step count. That is right as long as its
+parameters are used together. Where a step finds that some of them got a gradient and others did not, the unit is cut between
+them, its state with it: from then on each part steps when it is used, with the step count of its own, as parameters do in
+one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+
+from colonnade.cluster.mesh import ParallelMesh
+from colonnade.model.layout import layout_of, set_layout
+from colonnade.precision.grad_norm import Axes, counted_parts
+from colonnade.zero.bucket import ShardBucket
+from colonnade.zero.storage import Piece
+
+State = dict[str, Any]
+
+
+class Unit:
+    """What the optimizer steps on in place of a run of pieces.
+
+    Args:
+        bucket: whose part it is of.
+        pieces: what lies in it, at offsets of the storage.
+        tensor: float32 values; a view of the storage, or a copy.
+    """
+
+    def __init__(self, bucket: ShardBucket, pieces: list[Piece], tensor: nn.Parameter) -> None:
+        self.bucket, self.pieces, self.tensor = bucket, pieces, tensor
+        if bucket.storage.plan.whole:  # it is a parameter like any other
+            set_layout(tensor, layout_of(pieces[0].param))
+        self.start, self.stop = pieces[0].offset, pieces[-1].there.stop
+        self.params = {piece.param for piece in pieces}
+        self._runs = [(*kind, list(run)) for kind, run in groupby(pieces, _norm_class)]
+        self._masks: dict[nn.Parameter, torch.Tensor] = {}
+
+    def model_part(self) -> torch.Tensor:
+        """The entries of the model that it stands for, flat."""
+        return self.bucket.storage.flat[self.start : self.stop]
+
+    def gradient(self) -> torch.Tensor | None:
+        """Its part of the averaged gradient, in the format and on the device of its tensor."""
+        if self.bucket.gradient is None:
+            return None
+        first = self.bucket.plan.part(self.bucket.axis.rank)[0]
+        part = self.bucket.gradient[self.start - first : self.stop - first]
+        return part.to(self.tensor.device, self.tensor.dtype).view(self.tensor.shape)
+
+    def counted(self, mesh: ParallelMesh) -> Iterable[tuple[Axes, list[torch.Tensor]]]:
+        """What this rank counts of its gradient, by the axes that split it; see precision/grad_norm.py."""
+        grad = self.tensor.grad
+        if grad is None:
+            return
+        for axes, shared, pieces in self._runs:
+            flat = grad.reshape(-1)[pieces[0].offset - self.start : pieces[-1].there.stop - self.start]
+            yield axes, [self._mine(piece, grad, mesh) for piece in pieces] if shared else [flat]
+
+    def _mine(self, piece: Piece, grad: torch.Tensor, mesh: ParallelMesh) -> torch.Tensor:
+        """Of a parameter that has entries which several ranks hold: those that this rank counts."""
+        if piece.param not in self._masks:
+            mask = torch.zeros(piece.param.shape, dtype=torch.bool, device=grad.device)
+            for part in counted_parts(piece.param, mask, mesh):
+                part.fill_(True)
+            self._masks[piece.param] = piece.of(mask)
+        offset = piece.offset - self.start
+        return grad.reshape(-1)[offset : offset + piece.stop - piece.start][self._masks[piece.param]]
+
+    def cut(self, runs: list[list[Piece]], state: State) -> list[tuple[Unit, State]]:
+        """The unit in several parts, each with its part of the state."""
+        parts = []
+        for pieces in runs:
+            there = slice(pieces[0].offset - self.start, pieces[-1].there.stop - self.start)
+            tensor = nn.Parameter(self.tensor.data[there])
+            parts.append((Unit(self.bucket, pieces, tensor), cut_state(state, self.tensor, there)))
+        return parts
+
+
+def _norm_class(piece: Piece) -> tuple[Axes, bool]:
+    layout = layout_of(piece.param)
+    return ("dp", *layout.sharded_axes), any(box.holders for box in layout.boxes)
+
+
+def cut_state(state: State, tensor: torch.Tensor, there: slice) -> State:
+    """What of an optimizer's state for a flat tensor belongs to a part of it."""
+    parts = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            value = value[there] if value.shape == tensor.shape else value.clone()
+        parts[key] = value
+    return parts
+
+
+def joined_state(pieces: list[Piece], states: dict[nn.Parameter, State], like: torch.Tensor) -> State:
+    """The state of a unit, from those that an optimizer has for the parameters themselves.
+
+    Args:
+        states: of each parameter, with all scalars equal.
+        like: the unit's tensor.
+    """
+    first = states[pieces[0].param]
+    joined: State = {}
+    for key, value in first.items():
+        if isinstance(value, torch.Tensor) and value.shape == pieces[0].param.shape and value.dim():
+            flat = torch.zeros(like.numel(), dtype=value.dtype, device=like.device)
+            for piece in pieces:
+                offset = piece.offset - pieces[0].offset
+                flat[offset : offset + piece.stop - piece.start] = piece.of(states[piece.param][key])
+            joined[key] = flat.view(like.shape)
+        else:
+            joined[key] = value.clone() if isinstance(value, torch.Tensor) else value
+    return joined
+
+
+def scalars(state: State) -> tuple[tuple[str, Any], ...]:
+    """What of a parameter's state is one number for all its entries."""
+    return tuple(
+        sorted(
+            (key, float(value) if isinstance(value, torch.Tensor) else value)
+            for key, value in state.items()
+            if not isinstance(value, torch.Tensor) or value.numel() == 1 and not value.dim()
+        )
+    )
