@@ -30,6 +30,7 @@ FLOORS = {
     "optim": 2,
     "shardformer": 3,
     "pipeline": 3,
+    "fsdp": 3,
     "zero": 3,
     "gemini": 3,
     "checkpoint": 4,
