@@ -11,13 +11,13 @@ import pytest
 
 import colonnade
 from colonnade.booster import Booster
-from colonnade.booster.plugin import HybridParallelPlugin, Plugin, TorchDDPPlugin
+from colonnade.booster.plugin import HybridParallelPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
 
 # A name that leaves one of these lists breaks somebody's script.
 PROMISED = {
     "colonnade": ["ParallelMesh", "__version__", "launch", "launch_from_torch", "ledger"],
     "colonnade.booster": ["Booster"],
-    "colonnade.booster.plugin": ["HybridParallelPlugin", "Plugin", "TorchDDPPlugin"],
+    "colonnade.booster.plugin": ["HybridParallelPlugin", "Plugin", "TorchDDPPlugin", "TorchFSDPPlugin"],
     "colonnade.shardformer": [
         "ModelSharder",
         "ModulePolicyDescription",
@@ -73,7 +73,7 @@ def test_a_public_name_has_a_docstring(where, name, value):
     assert (inspect.getdoc(value) or "").strip(), f"{where}.{name}"
 
 
-@pytest.mark.parametrize("kind", [Booster, HybridParallelPlugin, TorchDDPPlugin, Plugin])
+@pytest.mark.parametrize("kind", [Booster, HybridParallelPlugin, TorchDDPPlugin, TorchFSDPPlugin, Plugin])
 def test_a_public_method_is_described_where_it_is_first_defined(kind):
     for name, method in inspect.getmembers(kind, inspect.isfunction):
         if not name.startswith("_"):
@@ -97,6 +97,8 @@ def test_keywords_of_the_well_known_names_stay():
         "custom_policy",
     }
     assert {"precision", "max_norm"} <= set(inspect.signature(TorchDDPPlugin).parameters)
+    fsdp = set(inspect.signature(TorchFSDPPlugin).parameters)
+    assert fsdp >= {"precision", "max_norm", "reshard_after_forward", "cpu_offload", "num_microbatches", "microbatch_size"}
     boost = list(inspect.signature(Booster.boost).parameters)
     assert boost == ["self", "model", "optimizer", "criterion", "dataloader", "lr_scheduler"]
     assert "seed" in inspect.signature(colonnade.launch_from_torch).parameters

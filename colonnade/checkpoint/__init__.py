@@ -10,8 +10,9 @@ A save fills a new folder beside the target and ends with renames (`staged_folde
 whole checkpoint is on disk: the earlier one or the new one, never a mixture.
 """
 
+from colonnade.checkpoint.adapter_save import adapter_folder, save_adapters
 from colonnade.checkpoint.agreement import Attempt, agree
 from colonnade.checkpoint.hub_load import LoadReport, load_model
 from colonnade.checkpoint.hub_save import save_model
 
-__all__ = ["Attempt", "LoadReport", "agree", "load_model", "save_model"]
+__all__ = ["Attempt", "LoadReport", "adapter_folder", "agree", "load_model", "save_adapters", "save_model"]

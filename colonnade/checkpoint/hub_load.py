@@ -30,7 +30,7 @@ from colonnade.checkpoint.staged_folder import locate
 from colonnade.checkpoint.transformers_internals import LoadRules
 from colonnade.cluster.mesh import ParallelMesh
 from colonnade.errors import CheckpointError, explain
-from colonnade.model.layout import layout_of
+from colonnade.model.layout import layout_of, local_of
 
 log = logging.getLogger(__name__)
 MAPPED_BYTES = 64 * 2**20  # of a file, before it is closed and opened again
@@ -183,7 +183,7 @@ class _Reader:
 
     def _copy_boxes(self, tensor: torch.Tensor, read: Callable[[tuple[slice, ...] | None], torch.Tensor]) -> None:
         """Fill the boxes of a local tensor; what lies outside them, such as padding, stays as it is."""
-        local, layout = tensor.detach(), layout_of(tensor)
+        local, layout = local_of(tensor.detach()), layout_of(tensor)
         for box in layout.boxes:
             if math.prod(box.extent):
                 local[box.local_slices].copy_(read(None if box.extent == layout.shape else box.logical_slices))

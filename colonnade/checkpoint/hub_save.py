@@ -34,6 +34,7 @@ from colonnade.cluster.device import current_device
 from colonnade.cluster.mesh import AXES, ParallelMesh
 from colonnade.comm.collectives import receive, send
 from colonnade.errors import CheckpointError
+from colonnade.model.layout import local_of
 
 WRITER = 0  # global rank; position 0 of every axis
 
@@ -71,7 +72,7 @@ def save_model(
     limit = parse_size(size_per_shard) if shard else None
     folder = StagedFolder(path, is_model_folder, WEIGHT_FILES)
     after = (("left", "no trace of this save; what was in the folder before is unchanged"),)
-    save = _Save(model, mesh, folder, Attempt(mesh, f"the model was not saved to {os.fspath(path)}.", after))
+    save = ModelSave(model, mesh, folder, Attempt(mesh, f"the model was not saved to {os.fspath(path)}.", after))
     try:
         plan = save.prepare(limit, config, tokenizer)
         for file in plan.files:
@@ -81,7 +82,7 @@ def save_model(
         folder.discard()
 
 
-class _Save:
+class ModelSave:
     """One save, as seen by this rank. Its public methods end with an exchange of status."""
 
     def __init__(self, model: nn.Module, mesh: ParallelMesh, folder: StagedFolder, attempt: Attempt) -> None:
@@ -171,14 +172,14 @@ class _Save:
 
     def _take(self, source: Source, dtype: torch.dtype) -> torch.Tensor | None:
         if source.rank == WRITER:
-            return self.tensors[source.name].detach()
+            return local_of(self.tensors[source.name].detach())
         buffer = torch.empty(source.layout.local_shape, dtype=dtype, device=current_device())
         return receive(buffer, self.mesh.world, source.rank)
 
     def _send(self, source: Source, dtype: torch.dtype) -> None:
         part = None
         with self.attempt:
-            local = self.tensors[source.name].detach()
+            local = local_of(self.tensors[source.name].detach())
             # A local tensor may be larger than its boxes: the padding of a vocabulary stays here.
             part = local[tuple(slice(n) for n in source.layout.local_shape)].to(current_device()).contiguous()
         if part is None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from colonnade.errors import CheckpointError, explain
-from colonnade.model.layout import TensorLayout, layout_of
+from colonnade.model.layout import TensorLayout, layout_of, local_of
 
 
 def named_tensors(model: nn.Module) -> list[tuple[tuple[str, ...], torch.Tensor]]:
@@ -31,7 +31,7 @@ def extra_state(model: nn.Module) -> list[str]:
 
 
 def _identity(tensor: torch.Tensor) -> Any:
-    local = tensor.detach()
+    local = local_of(tensor.detach())
     if local.is_meta or local.numel() == 0:  # no place in memory to go by
         return id(tensor)
     return local.device, local.data_ptr(), local.dtype, tuple(local.shape), local.stride()
@@ -43,7 +43,7 @@ def check_layout(name: str, tensor: torch.Tensor) -> TensorLayout:
     Raises:
         CheckpointError: where the local tensor is smaller than its layout says, or has no memory yet.
     """
-    local, layout = tensor.detach(), layout_of(tensor)
+    local, layout = local_of(tensor.detach()), layout_of(tensor)
     if local.is_meta:
         raise CheckpointError(
             explain(f"{name} is on the meta device: it has no memory yet.", [("try", "materialise the model first")])

@@ -11,6 +11,8 @@ untouched, so a model whose regions hold no dropout draws exactly what one proce
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -57,6 +59,20 @@ class ShardStream:
         if used:
             torch.rand((), device=self._device)
         self._common = self._start = None
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Draw from the common stream inside the block, whatever stream is in use around it."""
+        if self._common is None:
+            yield
+            return
+        own = get_rng_state(self._device)
+        set_rng_state(self._device, self._common)
+        try:
+            yield
+        finally:
+            self._common = get_rng_state(self._device)
+            set_rng_state(self._device, own)
 
 
 def _seed_default(device: torch.device, seed: int) -> None:

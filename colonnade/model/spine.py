@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from torch import nn
 
 from colonnade.errors import PolicyError, explain
+from colonnade.model.adapters import plain_model
 
 
 @dataclass(frozen=True)
 class Spine:
     """Names of the parts every transformer has. Pipeline cut, recomputation, wrapping and reports read it.
+
+    A model with adapters of peft around it is asked like the one inside.
 
     Args:
         base: attribute of the full model that holds the base model; the base model itself may be given instead.
@@ -33,6 +36,7 @@ class Spine:
         Raises:
             PolicyError: the model has neither the base nor the blocks.
         """
+        model = plain_model(model)
         base = _find(model, self.base)
         if base is None:
             base = model
@@ -64,7 +68,7 @@ class Spine:
 
     def head_of(self, model: nn.Module) -> nn.Module | None:
         """The head; None for a base model."""
-        return _find(model, self.head)
+        return _find(plain_model(model), self.head)
 
 
 def _find(model: nn.Module, path: str | None) -> nn.Module | None:

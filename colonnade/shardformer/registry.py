@@ -10,6 +10,7 @@ from functools import lru_cache
 from torch import nn
 
 from colonnade.errors import PolicyError, explain
+from colonnade.model.adapters import plain_model
 from colonnade.shardformer import policies
 from colonnade.shardformer.policy import Policy
 
@@ -26,16 +27,17 @@ def known_families() -> dict[str, type[Policy]]:
 
 
 def has_policy(model: nn.Module) -> bool:
-    """Whether a policy has been written for the model's family."""
-    return getattr(getattr(model, "config", None), "model_type", None) in known_families()
+    """Whether a policy has been written for the model's family; adapters around it do not matter."""
+    return getattr(getattr(plain_model(model), "config", None), "model_type", None) in known_families()
 
 
 def find_policy(model: nn.Module) -> Policy:
-    """The policy written for a model's family, by its config's `model_type`.
+    """The policy written for a model's family, by its config's `model_type`; adapters around it do not matter.
 
     Raises:
         PolicyError: there is none; the message names near families and what to do.
     """
+    model = plain_model(model)
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     families = known_families()
     if model_type in families:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from colonnade.cluster.mesh import Axis
+from colonnade.model.adapters import is_from_peft
 from colonnade.shardformer.layer import Conv1D_Col, Conv1D_Row, FusedLayerNorm, FusedRMSNorm, Linear1D_Col, Linear1D_Row
 from colonnade.shardformer.layer.fused_linear import is_conv1d
 from colonnade.shardformer.layer.partial import sum_gradient
@@ -37,7 +38,7 @@ class Norm(Role):
 
     @classmethod
     def apply(cls, module: nn.Module, config: ShardConfig, axis: Axis) -> nn.Module:
-        if not config.enable_fused_normalization:
+        if not config.enable_fused_normalization or is_from_peft(module):  # trained as a copy beside the original
             return module
         fused = FusedLayerNorm if isinstance(module, nn.LayerNorm) else FusedRMSNorm
         return fused.from_native_module(module, axis)

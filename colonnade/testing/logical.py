@@ -10,7 +10,7 @@ from torch import nn
 
 from colonnade.cluster.mesh import Axis
 from colonnade.comm.collectives import all_gather_object
-from colonnade.model.layout import TensorLayout, layout_of
+from colonnade.model.layout import TensorLayout, layout_of, local_of
 
 Piece = tuple[torch.Tensor, TensorLayout]
 
@@ -63,7 +63,8 @@ def gather_parameters(
 
 
 def _portable(tensor: torch.Tensor, layout: TensorLayout) -> Piece:
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach()), layout
+    local = local_of(tensor.detach())
+    return torch.empty(local.shape, dtype=local.dtype).copy_(local), layout
 
 
 def assemble(pieces: Iterable[Piece]) -> LogicalTensor:

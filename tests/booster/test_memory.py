@@ -158,7 +158,7 @@ def test_in_bf16_a_rank_holds_two_bytes_and_the_masters_its_share_of_four():
         share = prod(whole[key]) // (2 if key.endswith(SHARDED["LL"]) else 1)
         assert parameter.dtype is parameter.grad.dtype is torch.bfloat16
         assert nbytes(parameter) == nbytes(parameter.grad) == 2 * share, key
-        master = optimizer.master.master[parameter]
+        master = optimizer.stepped.master[parameter]
         assert master.dtype is torch.float32
         assert nbytes(master) == 4 * share, key
         for moment in ("exp_avg", "exp_avg_sq"):

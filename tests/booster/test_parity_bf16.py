@@ -62,11 +62,11 @@ def train(layout, name):
         optimizer.zero_grad()
         losses.append(loss.item())
         wanted.append(reference.step(batch))
-    for parameter, master in optimizer.master.master.items():
+    for parameter, master in optimizer.stepped.master.items():
         assert parameter.dtype is torch.bfloat16 and master.dtype is torch.float32
         assert parameter.data.equal(master.bfloat16()), "what the model computes with is the rounded master"
     masters = gather_parameters(
-        model.unwrap(), optimizer.master.master.get, canonical_names(small(name)), plugin.mesh.world
+        model.unwrap(), optimizer.stepped.master.get, canonical_names(small(name)), plugin.mesh.world
     )
     end = {key: p.detach() for key, p in reference.master.named_parameters()}
     assert masters.keys() == end.keys()

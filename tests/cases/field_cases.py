@@ -9,7 +9,7 @@ import torch
 from torch.optim import SGD, AdamW
 
 from colonnade.booster import Booster
-from colonnade.booster.plugin import HybridParallelPlugin, TorchDDPPlugin
+from colonnade.booster.plugin import HybridParallelPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from colonnade.cluster.mesh import Axis
 from colonnade.testing.logical import gather_parameters
 from colonnade.testing.parity import rows_of
@@ -21,10 +21,12 @@ IGNORED = -100
 
 
 def make_plugin(name, **options):
-    """By name: "ddp", "dp" (hybrid, nothing split), "tp2", "tp4". Ranks that are left make the data-parallel axis."""
+    """By name: "ddp", "fsdp", "dp" (hybrid, nothing split), "tp2", "tp4". Ranks that are left make the data-parallel axis."""
     options = {"precision": "fp32"} | options
     if name == "ddp":
         return TorchDDPPlugin(**options)
+    if name == "fsdp":
+        return TorchFSDPPlugin(**options)
     return HybridParallelPlugin(tp_size=1 if name == "dp" else int(name.removeprefix("tp")), **options)
 
 

@@ -24,7 +24,7 @@ def accumulate(plugin, no_sync):
         inside = no_sync and k + 1 < MICRO_STEPS
         with colonnade.ledger() as ledger, run.booster.no_sync(run.model, run.optimizer) if inside else nullcontext():
             run.backward(batch, scale=1 / MICRO_STEPS)
-        sent.append(ledger.elements["all_reduce", "dp"])
+        sent.append(ledger.elements["reduce_scatter" if plugin == "fsdp" else "all_reduce", "dp"])
     first = run.gradients_by_step()
     run.optimizer.zero_grad()
     run.backward(whole_batch(seed=20))
@@ -32,7 +32,7 @@ def accumulate(plugin, no_sync):
 
 
 @pytest.mark.parametrize("no_sync", [False, True], ids=["plain", "no_sync"])
-@pytest.mark.parametrize("plugin", ["ddp", "dp"])
+@pytest.mark.parametrize("plugin", ["ddp", "dp", "fsdp"])
 def test_every_micro_step_counts(plugin, no_sync):
     one = Single(tiny_model("LL")).step(*batches())
     assert one.norms[0] == pytest.approx(2.138389, rel=1e-6)

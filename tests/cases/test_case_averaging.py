@@ -41,7 +41,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("given", [{}, {"num_items_in_batch": 18}], ids=["token-weighted", "num_items_in_batch"])
-@pytest.mark.parametrize("plugin, world", [("ddp", 2), ("dp", 2), ("tp2", 4)])
+@pytest.mark.parametrize("plugin, world", [("ddp", 2), ("dp", 2), ("fsdp", 2), ("tp2", 4)])
 def test_unequal_ranks_give_the_mean_over_all_targets(plugin, world, given, way):
     one = Single(tiny_model("LL")).step(unequal_batch())
     assert (one.losses[0], one.norms[0]) == (pytest.approx(4.523951, abs=1e-6), pytest.approx(5.518390, rel=1e-6))
@@ -53,7 +53,9 @@ def test_unequal_ranks_give_the_mean_over_all_targets(plugin, world, given, way)
         assert_close(gradients, one.gradients, GRADIENT)
 
 
-@pytest.mark.parametrize("plugin, world", [("dp", 1), ("dp", 2), ("tp2", 2), ("ddp", 1), ("ddp", 2)])
+@pytest.mark.parametrize(
+    "plugin, world", [("dp", 1), ("dp", 2), ("tp2", 2), ("ddp", 1), ("ddp", 2), ("fsdp", 1), ("fsdp", 2)]
+)
 def test_a_micro_batch_without_targets_weighs_nothing(plugin, world):
     """On the first of two ranks it is the last micro-batch, the one whose backward would reduce."""
     one = Single(tiny_model("LL")).step(gappy_batch())
@@ -72,7 +74,7 @@ def rank_without_targets():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("plugin", ["dp", "ddp"])
+@pytest.mark.parametrize("plugin", ["dp", "ddp", "fsdp"])
 def test_a_rank_without_targets_weighs_nothing(plugin, way):
     one = Single(tiny_model("LL")).step(rank_without_targets())
     through, options = WAYS[way]
@@ -102,7 +104,7 @@ def backward_masked_lm(plugin, batch, through):
 
 @pytest.mark.parametrize("through", ["backward", "pipeline"])
 @pytest.mark.parametrize("batch_fn", [unequal_batch, rank_without_targets])
-@pytest.mark.parametrize("plugin", ["dp", "ddp"])
+@pytest.mark.parametrize("plugin", ["dp", "ddp", "fsdp"])
 def test_a_model_with_its_own_loss_is_averaged_over_all_targets(plugin, batch_fn, through):
     one = Single(masked_lm()).step(batch_fn())
     for loss, gradients, norm in run_on_ranks(2, backward_masked_lm, plugin, batch_fn(), through, timeout_s=30):
@@ -120,7 +122,7 @@ def rows_one_by_one(plugin):
     return losses, gradients, run.model(**rows[1]).loss.item()
 
 
-@pytest.mark.parametrize("plugin", ["dp", "ddp"])
+@pytest.mark.parametrize("plugin", ["dp", "ddp", "fsdp"])
 def test_accumulated_rows_with_one_without_targets(plugin):
     one = Single(tiny_model("LL")).step(gappy_batch())
     [(losses, gradients, empty)] = run_on_ranks(1, rows_one_by_one, plugin)

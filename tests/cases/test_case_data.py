@@ -4,10 +4,11 @@ import random
 
 import pytest
 import torch
-from field_cases import make_plugin
+from field_cases import GRADIENT, LOSS, Boosted, Single, assert_close, make_plugin
 from torch.utils.data import Dataset
 
 from colonnade.testing.ranks import run_on_ranks
+from colonnade.testing.tiny import ids, tiny_model
 
 
 class Numbers(Dataset):
@@ -105,3 +106,91 @@ def test_resume_in_the_middle_of_an_epoch(workers):
     for global_seed in (0, 12345):
         resumed = run_on_ranks(2, go_on, states, global_seed, workers)
         assert resumed == [[rank[1][2:], rank[2], rank[3]] for rank in recorded]
+
+
+def go_on_with(plugin, state, batch_size, batches, workers):
+    """Some batches from a state on (all that are left of the epoch where None), and the state after them."""
+    loader = make_plugin(plugin).prepare_dataloader(
+        Numbers(24), batch_size, shuffle=True, seed=5, collate_fn=list, **worker_options(workers)
+    )
+    if state is not None:
+        loader.load_state_dict(state)
+    seen = []
+    for batch in loader:
+        seen.append(batch)
+        if len(seen) == batches:
+            break
+    following = None if batches else list(loader)
+    return loader.state_dict(), seen, following
+
+
+def in_order(answers):
+    """The rows of the data-parallel ranks, put together batch by batch."""
+    return [row for ranks in zip(*answers) for batch in ranks for row in batch]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("ranks, batch_size", [(1, 5), (3, 2), (3, 3), (4, 1), (4, 5)])
+def test_resume_inside_a_batch_of_another_number_of_ranks(ranks, batch_size, workers):
+    [(_, *epochs)] = run_on_ranks(1, go_on_with, "dp", None, 24, None, 0)
+    order, epoch_1 = (in_order([batches]) for batches in epochs)
+    assert sorted(order) == sorted(epoch_1) == list(range(24)) and order != epoch_1
+    stopped = run_on_ranks(2, go_on_with, "dp", None, 3, 2, workers)
+    states = [state for state, *_ in stopped]
+    assert states[0] == states[1] and states[0]["rows"] == 12
+    assert in_order([seen for _, seen, _ in stopped]) == order[:12]
+    # one batch more on other ranks: the place is then no multiple of 6, which two ranks go on from
+    moved = run_on_ranks(ranks, go_on_with, "dp", states[0], batch_size, 1, workers)
+    place = 12 + min(12, ranks * batch_size)
+    assert [state["rows"] for state, *_ in moved] == [place] * ranks
+    assert in_order([seen for _, seen, _ in moved]) == order[12:place]
+    last = run_on_ranks(2, go_on_with, "dp", moved[0][0], 3, None, workers)
+    assert in_order([seen for _, seen, _ in last])[: 24 - place] == order[place:]
+    assert in_order([following for *_, following in last]) == epoch_1
+
+
+ROWS = 7
+
+
+class Texts(Dataset):
+    """Rows of token ids with 15, 12, 9, … targets."""
+
+    def __init__(self):
+        self.ids = ids(ROWS, 16)
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, row):
+        labels = self.ids[row].clone()
+        labels[16 - 2 * row :] = -100
+        return {"input_ids": self.ids[row], "labels": labels}
+
+
+def step_on_each_batch(plugin, batch_size):
+    """(loss, gradients) of each batch of an epoch from the same weights, and the rows that all ranks were given."""
+    found = []
+    loader = make_plugin(plugin).prepare_dataloader(Texts(), batch_size, shuffle=True, seed=5)
+    for batch in loader:
+        run = Boosted(plugin, tiny_model("LL"))
+        loss = run.model(**batch).loss
+        run.booster.backward(loss, run.optimizer)
+        found.append((loss.item(), run.gradients_by_step(), batch["input_ids"].shape[0]))
+    return found, loader.order.order(0)
+
+
+@pytest.mark.parametrize("plugin, ranks, batch_size", [("dp", 2, 2), ("dp", 3, 2), ("ddp", 3, 2), ("ddp", 4, 1)])
+def test_a_ragged_last_batch_is_averaged_over_its_targets(plugin, ranks, batch_size):
+    """7 rows: 4 + 3 on two ranks, 6 + 1 (and 2 again) on three, 4 + 3 (and 1 again) on four."""
+    answers = run_on_ranks(ranks, step_on_each_batch, plugin, batch_size)
+    order, texts, step = answers[0][1], Texts(), ranks * batch_size
+    for index in range(2):
+        rows = order[index * step : (index + 1) * step]
+        rows += order[: max(0, ranks - len(rows))]
+        assert sum(found[index][2] for found, _ in answers) == len(rows)
+        items = [texts[row] for row in rows]
+        one = Single(tiny_model("LL")).step({key: torch.stack([item[key] for item in items]) for key in items[0]})
+        for found, _ in answers:
+            loss, gradients, _ = found[index]
+            assert loss == pytest.approx(one.losses[0], abs=LOSS)
+            assert_close(gradients, one.gradients, GRADIENT)

@@ -10,7 +10,7 @@ from colonnade.shardformer import Policy
 from colonnade.testing.ranks import run_on_ranks
 
 USES_B = (True, False, False, True)
-PLUGINS = ["ddp", "dp", "dp with an empty policy"]
+PLUGINS = ["ddp", "fsdp", "dp", "dp with an empty policy"]
 
 
 class TwoLinears(nn.Module):
@@ -34,6 +34,8 @@ class NothingToSplit(Policy):
 def plugin_for(name, **options):
     if name == "ddp":
         return make_plugin("ddp", find_unused_parameters=True, **options)
+    if name == "fsdp":
+        return make_plugin("fsdp", **options)
     return make_plugin("dp", custom_policy=None if name == "dp" else NothingToSplit(), **options)
 
 

@@ -206,7 +206,7 @@ def test_pristine_config_and_tokenizer_are_written_and_not_changed(tmp_path):
 def save_and_watch(path):
     """Most bytes of gathered tensors alive at once on this rank, and bytes it has sent or received."""
     alive, peak = [], 0
-    original = hub_save._Save._gather
+    original = hub_save.ModelSave._gather
 
     def gather(self, wanted):
         nonlocal peak
@@ -216,13 +216,13 @@ def save_and_watch(path):
             peak = max(peak, sum(nbytes for storage, nbytes in alive if storage() is not None))
         return whole
 
-    hub_save._Save._gather = gather
+    hub_save.ModelSave._gather = gather
     try:
         mesh = ParallelMesh(tp=2)
         with ledger() as book:
             save_model(shard(build("llama"), mesh), path, mesh, size_per_shard="20KB")
     finally:
-        hub_save._Save._gather = original
+        hub_save.ModelSave._gather = original
     return peak, len(alive), dict(book.elements)
 
 

@@ -5,7 +5,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaForCausalLM
 
 from colonnade.booster import Booster
 from colonnade.booster.plugin import HybridParallelPlugin
@@ -304,27 +304,3 @@ def test_a_weight_of_another_module_is_still_refused():
 
     with pytest.raises(PolicyError, match=r"weight\.of_table shares its weight with a layer that the policy splits"):
         ShardFormer(ShardConfig(TWO)).optimize(Copied(), TwoStacksPolicy())
-
-
-def adapted(kind):
-    peft = pytest.importorskip("peft", reason="an optional package")
-    config = LlamaConfig(
-        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    options = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
-    if kind == "wrapped":
-        return peft.get_peft_model(model, options)
-    return peft.inject_adapter_in_model(options, model)
-
-
-@pytest.mark.parametrize("kind", ["wrapped", "added"])
-def test_adapters_are_refused_with_what_to_do(kind):
-    for split in (
-        lambda model: ShardFormer(ShardConfig(TWO)).optimize(model),
-        lambda model: ModelSharder(model, LlamaPolicy(), ShardConfig(TWO)).prepare(),
-    ):
-        with pytest.raises(PolicyError, match="peft") as caught:
-            split(adapted(kind))
-        text = str(caught.value)
-        assert "merge_and_unload" in text and "TorchDDPPlugin" in text and "4 layers" in text

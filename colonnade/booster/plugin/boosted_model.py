@@ -12,6 +12,7 @@ from torch import nn
 from colonnade.booster.plugin.batches import check_same_batch, count_targets, tensors_in
 from colonnade.cluster.mesh import ParallelMesh
 from colonnade.errors import UsageError
+from colonnade.model.adapters import plain_model
 from colonnade.precision.optimizer import ParallelOptimizer
 from colonnade.precision.precision import cast_inputs
 from colonnade.shardformer.layer.loss import CausalLMLoss, LossAverage, mean_over_ranks
@@ -31,6 +32,7 @@ class BoostedModel(nn.Module):
 
     Attributes:
         optimizers: those boosted together with it, whose master weights follow when its weights are loaded.
+        in_step: every forward or backward communicates over data-parallel ranks, so that all have to make as many.
     """
 
     optimizers: list[ParallelOptimizer]
@@ -52,8 +54,9 @@ class BoostedModel(nn.Module):
         self.mesh, self.average, self.dtype, self.original_config = mesh, average, dtype, config
         self.check_batches = check_batches
         self.optimizers = []
+        self.in_step = False
         self._shifts_labels = any(isinstance(vars(m).get("_loss_function"), CausalLMLoss) for m in model.modules())
-        self._takes_use_cache = "use_cache" in inspect.signature(model.forward).parameters
+        self._takes_use_cache = "use_cache" in inspect.signature(plain_model(model).forward).parameters
 
     def unwrap(self) -> nn.Module:
         """The user's own model."""

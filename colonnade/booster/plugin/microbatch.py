@@ -4,6 +4,10 @@
 Each micro-batch's loss is a mean over its own targets. It is weighed by (its targets / targets of the global batch), so
 that the sum over micro-batches and ranks is the mean over the global batch, whatever the cut. A micro-batch without a
 target has no mean and weighs nothing; its backward is left out, or that of a zero where gradients are to be reduced.
+
+[Note: in step]
+Where every forward or backward communicates over the data-parallel ranks, all of them have to make as many. A rank with
+fewer micro-batches runs its first one again, as often as it takes, and counts it as nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import torch
 
 from colonnade.booster.plugin.batches import batch_rows, count_targets, join_outputs, next_batch, split_rows, take_rows
 from colonnade.booster.plugin.boosted_model import BoostedModel, zero_from
+from colonnade.cluster.device import current_device
 from colonnade.comm.collectives import all_gather
 from colonnade.errors import ShapeError, UsageError
 from colonnade.precision.optimizer import ParallelOptimizer
@@ -46,6 +51,8 @@ def run_microbatches(
     cuts = split_rows(rows, microbatch_size, num_microbatches)
     parts = [take_rows(batch, rows, *cut) for cut in cuts]
     shares = _Shares(batch, parts, model)
+    idle = shares.most - len(parts)  # see [Note: in step]
+    parts, weights = parts[:1] * idle + parts, [0.0] * idle + shares.weights
     trained = optimizer if torch.is_grad_enabled() else None
     outputs, total = [], None
     for index, part in enumerate(parts):
@@ -54,15 +61,15 @@ def run_microbatches(
                 stack.enter_context(no_sync())
             output = _forward(model, part)
             loss = criterion(output, part) if criterion is not None else _own_loss(output)
-            weight = shares.weights[index]
+            weight = weights[index]
             if weight and loss is not None:
                 loss = loss * weight
                 total = loss.detach() if total is None else total + loss.detach()
                 if trained is not None:
                     trained.backward(loss)
-            elif trained is not None and index + 1 == len(parts):
+            elif trained is not None and (model.in_step or index + 1 == len(parts)):
                 trained.backward(zero_from(output))  # the other ranks count on this one's part in the reduction
-        if return_outputs:
+        if return_outputs and index >= idle:
             outputs.append(_detached(output))
     return {
         "loss": shares.mean(total, model) if return_loss else None,
@@ -75,17 +82,23 @@ class _Shares:
 
     def __init__(self, batch: Any, parts: list[Any], model: BoostedModel) -> None:
         self.dp = model.mesh.axis("dp")
+        self.most = len(parts)
+        if model.in_step:
+            self.most = max(int(number) for number in self._of_all(len(parts)))
         if isinstance(batch, Mapping) and batch.get("num_items_in_batch") is not None:
             self.weights = [1.0] * len(parts)  # the caller's denominator stands in every loss already
             return
         counts = [count_targets(part, model.shifts_labels) for part in parts]
-        mine = torch.tensor([float(sum(counts))], dtype=torch.float64, device=next(model.parameters()).device)
-        everywhere = max(float(torch.stack(all_gather(mine, self.dp)).sum()), 1.0)
+        everywhere = max(sum(self._of_all(sum(counts))), 1.0)
         self.weights = [count * self.dp.size / everywhere for count in counts]
+
+    def _of_all(self, mine: int) -> list[float]:
+        number = torch.tensor([float(mine)], dtype=torch.float64, device=current_device())
+        return torch.cat(all_gather(number, self.dp)).tolist()
 
     def mean(self, total: torch.Tensor | None, model: BoostedModel) -> torch.Tensor:
         """The losses of all ranks as one number."""
-        device = next(model.parameters()).device
+        device = current_device()
         mine = torch.zeros((), dtype=torch.float64, device=device) if total is None else total.double()
         return (torch.stack(all_gather(mine, self.dp)).sum(0) / self.dp.size).float()
 

@@ -14,6 +14,7 @@ from colonnade.cluster.log import get_logger
 from colonnade.cluster.mesh import Axis
 from colonnade.comm.collectives import all_gather_object
 from colonnade.errors import ColonnadeError, PolicyError, explain
+from colonnade.model.adapters import has_adapters, without_adapters
 from colonnade.model.spine import Spine
 from colonnade.model.twin import shrink, with_noise
 from colonnade.shardformer.inference import cache
@@ -38,7 +39,7 @@ def infer_policy(model: Any, axis: Axis, check: bool = True) -> InferredPolicy:
 
     Args:
         model: a transformers model, with weights or on the meta device; or any module with weights whose forward takes
-            token ids [rows, tokens] first. It is not changed.
+            token ids [rows, tokens] first. It is not changed. One with adapters of peft is looked at without them.
         axis: over which it will be split.
         check: let the policy pass the numeric check of a tiny twin first. Without it nothing is communicated, and what
             comes out may compute something else.
@@ -46,6 +47,8 @@ def infer_policy(model: Any, axis: Axis, check: bool = True) -> InferredPolicy:
     Raises:
         PolicyError: the model cannot be run for a look, or no candidate passes.
     """
+    if has_adapters(model):
+        model = without_adapters(model)
     regions, spine = look_at(model)
     if not check:
         policy = InferredPolicy(regions, UNCHECKED_LEVEL)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from colonnade.errors import PolicyError, explain
+from colonnade.model.adapters import is_from_peft
 from colonnade.model.layout import TensorLayout, has_layout, layout_of, set_layout
 from colonnade.shardformer.description import (
     LocalArgument,
@@ -69,6 +70,23 @@ class InferredPolicy(Policy):
                 explain(
                     f"enable_fused_normalization needs a written policy, and the one for {type(self.model).__name__} is inferred.",
                     [("reason", "what is inferred are linear layers, not norms"), ("try", "leave it False")],
+                )
+            )
+
+        adapted = [
+            place.name
+            for region in self.split_regions
+            for place in region.places
+            if place.kind != "norm" and is_from_peft(self.model.get_submodule(place.name.rpartition(".")[0]))
+        ]
+        if adapted and self.shard_config.tensor_parallel_size > 1:
+            raise PolicyError(
+                explain(
+                    f"{type(self.model).__name__} has adapters of peft on layers inside a region that stay whole.",
+                    [
+                        ("found", ", ".join(adapted[:4])),
+                        ("try", "LoraConfig(target_modules=…) without these, or TorchDDPPlugin"),
+                    ],
                 )
             )
 

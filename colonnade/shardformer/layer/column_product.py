@@ -1,19 +1,32 @@
-"""The product of a column-parallel layer, its two gradients made apart; see [Note: reducing behind the weight gradients]."""
+"""The product of a layer that enters a region, its two gradients made apart; see [Note: reducing behind the weight gradients]."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from colonnade.cluster.mesh import Axis
 from colonnade.comm.regions import copy_to_region
-from colonnade.shardformer.layer.region import Tap
+from colonnade.shardformer.layer.region import Region, Tap
 
-if TYPE_CHECKING:
-    from colonnade.shardformer.layer.linear import ColumnParallel
+
+class Reader(Protocol):
+    """A layer that multiplies a region's input by its weight.
+
+    Attributes:
+        inside: its input is inside the region already.
+    """
+
+    weight: torch.nn.Parameter
+    bias: Any
+    axis: Axis
+    region: Region
+    inside: bool
 
 
 class _Product(Function):
@@ -52,22 +65,28 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tr
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def column_product(layer: ColumnParallel, x: torch.Tensor, transposed: bool = False) -> torch.Tensor:
+def column_product(
+    layer: Reader,
+    x: torch.Tensor,
+    transposed: bool = False,
+    change: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+) -> torch.Tensor:
     """What a column-parallel layer computes: enter its region, multiply.
 
     Args:
         x: [..., in], whole on every rank; its gradient comes out whole unless the layer is inside a region.
         transposed: the weight is [in, out] instead of [out, in].
+        change: done to x between entering and multiplying; the same on all ranks.
 
     Returns:
         [..., this rank's share of out].
     """
     if layer.inside:
-        return product(x, layer.weight, layer.bias, transposed)
+        return product(change(x), layer.weight, layer.bias, transposed)
     if torch.is_autocast_enabled(x.device.type):  # which casts inside of torch's own operators only
-        return product(copy_to_region(x, layer.axis), layer.weight, layer.bias, transposed)
+        return product(change(copy_to_region(x, layer.axis)), layer.weight, layer.bias, transposed)
     entry = layer.region.enter(x)
     if layer not in entry.weights:
-        return product(entry.x, layer.weight, layer.bias, transposed)
+        return product(change(entry.x), layer.weight, layer.bias, transposed)
     weight, tap = entry.weights[layer]
-    return _Product.apply(entry.x, weight, layer.bias, tap, transposed)
+    return _Product.apply(change(entry.x), weight, layer.bias, tap, transposed)

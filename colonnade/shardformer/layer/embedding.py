@@ -70,17 +70,16 @@ class VocabParallelEmbedding1D(nn.Embedding):
         self.num_embeddings = self.vocab_stop - self.vocab_start
         # the row that gets no gradient is known by its local number, on the rank that holds it
         pad = self.padding_idx
-        self.padding_idx = (
-            pad - self.vocab_start if pad is not None and self.vocab_start <= pad < self.vocab_stop else None
-        )
+        held = pad is not None and self.vocab_start <= pad < self.vocab_stop
+        self._local_padding = pad - self.vocab_start if pad is not None and held else None
 
     def forward(self, ids_BS: torch.Tensor) -> torch.Tensor:
         check_ids(ids_BS, self.vocab_size)
         if self.axis.size == 1:
-            return F.embedding(ids_BS, self.weight, self.padding_idx)
+            return F.embedding(ids_BS, self.weight, self._local_padding)
         local_BS = ids_BS - self.vocab_start
         elsewhere_BS = (local_BS < 0) | (local_BS >= self.num_embeddings)
-        y_BSD = F.embedding(local_BS.masked_fill(elsewhere_BS, 0), self.weight, self.padding_idx)
+        y_BSD = F.embedding(local_BS.masked_fill(elsewhere_BS, 0), self.weight, self._local_padding)
         y_BSD = y_BSD.masked_fill(elsewhere_BS.unsqueeze(-1), 0.0)
         return reduce_from_region(y_BSD, self.axis, in_place=True)
 

@@ -183,6 +183,8 @@ class RowParallel:
     bias: Any  # a Parameter or None
     _whole: int
     _sizes: list[int]
+    _units: int | None
+    _heads: int | None
 
     def _set_rows(
         self,
@@ -196,6 +198,7 @@ class RowParallel:
         heads = heads or units  # no two ranks may add the same rows
         ranges = ranges_of(whole, axis, f"the input of {type(self).__name__}", 1, units, heads)
         self.axis, self.region, self.parallel_input, self._whole = axis, region, parallel_input, whole
+        self._units, self._heads = units, heads
         self._sizes = [
             sum(r.size for r in shard_ranges(whole, rank, axis.size, 1, units, heads)) for rank in range(axis.size)
         ]

@@ -45,6 +45,8 @@ class WholeLogits:
         if isinstance(output, tuple):  # return_dict=False: a scalar loss where there is one, then the logits
             at = next((i for i, x in enumerate(output) if self._is_local(x)), None)
             return output if at is None else (*output[:at], self.gather(output[at]), *output[at + 1 :])
+        if _PENDING in getattr(output, "__dict__", {}):  # seen by the hook of a module inside this one
+            return output
         logits: Any = getattr(output, FIELD, None)
         if not self._is_local(logits):
             return output

@@ -20,6 +20,7 @@ A product's backward yields the input gradient and leaves at the weight's tap wh
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ from colonnade.cluster.streams import ShardStream
 from colonnade.comm.collectives import all_reduce_async, wait
 
 if TYPE_CHECKING:
-    from colonnade.shardformer.layer.linear import ColumnParallel
+    from colonnade.shardformer.layer.column_product import Reader
 
 
 @dataclass(eq=False)
@@ -117,14 +118,14 @@ class Region:
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
-        self.readers: list[ColumnParallel] = []
+        self.readers: list[Reader] = []
         self._seen: torch.Tensor | None = None
         self._entry: Entry | None = None
         self._owner: nn.Module | None = None
         self._stream = ShardStream(axis.rank)
 
-    def join(self, layer: ColumnParallel) -> None:
-        """Make a column-parallel layer one of those that read the region's input."""
+    def join(self, layer: Reader) -> None:
+        """Make a layer one of those that read the region's input."""
         self.readers.append(layer)
 
     def enter(self, x: torch.Tensor) -> Entry:
@@ -159,6 +160,10 @@ class Region:
     def leave(self) -> None:
         """Back outside: random draws are common to all ranks again."""
         self._stream.end()
+
+    def outside(self) -> AbstractContextManager[None]:
+        """Inside the block random draws are common to all ranks, wherever it stands."""
+        return self._stream.suspended()
 
     def watch(self, owner: nn.Module) -> None:
         """Let draws inside `owner`, the module whose forward crosses the region, be this rank's own.

@@ -13,19 +13,27 @@ from typing import Any
 from torch import nn
 
 from colonnade.errors import PolicyError, explain
+from colonnade.model.adapters import adapted_layer, is_from_peft, plain_model
 from colonnade.shardformer.description import ModulePolicyDescription, SubModuleReplacementDescription
+from colonnade.shardformer.layer.adapter import ALONE, why_not
 from colonnade.shardformer.layer.embedding import Embedding1D, VocabParallelEmbedding1D
 from colonnade.shardformer.layer.linear import ColumnParallel, RowParallel
+from colonnade.shardformer.roles import HeadNorm, Norm, Replicated
 
 
 @dataclass
 class Replacement:
-    """One sub-module to be replaced."""
+    """One sub-module to be replaced.
+
+    Args:
+        adapter: what peft has put around it; None where there is nothing.
+    """
 
     name: str
     native: nn.Module
     target: Any
     kwargs: dict[str, Any]
+    adapter: nn.Module | None = None
 
 
 @dataclass
@@ -99,7 +107,10 @@ def _add(found: Match, rule: SubModuleReplacementDescription, model: nn.Module) 
             elif value is not None:
                 kwargs[key] = number_of(value, model, found.module)
         path = f"{found.name}.{rule.suffix}".lstrip(".")
-        found.replacements.append(Replacement(path, native, rule.target_module, kwargs))
+        adapter = None
+        if is_from_peft(native) and not _stays_whole(rule.target_module):
+            adapter, native = native, adapted_layer(native) or native
+        found.replacements.append(Replacement(path, native, rule.target_module, kwargs, adapter))
         return None
     if rule.ignore_if_not_exist:
         return None
@@ -202,25 +213,56 @@ def check_tied(model: nn.Module, matches: Iterable[Match]) -> None:
             )
 
 
-def check_adapters(model: nn.Module) -> None:
-    """Refuse a model with adapters of the peft package, whose layers are classes of their own around the model's.
+def check_adapters(model: nn.Module, matches: Iterable[Match]) -> None:
+    """Refuse adapters of the peft package around layers that a policy splits, where they cannot be split alike.
+
+    Args:
+        model: as it was given, wrappers of peft included.
 
     Raises:
-        PolicyError: saying how such a model can be trained.
+        PolicyError: naming the layers, and saying how such a model can be trained.
     """
-    adapters = [module for module in model.modules() if type(module).__module__.partition(".")[0] == "peft"]
-    if adapters:
-        layers = sum(hasattr(module, "base_layer") for module in adapters)
+    problems: dict[str, list[str]] = {}
+    wrapper: Any = model
+    while wrapper is not plain_model(wrapper):
+        configs = getattr(wrapper, "peft_config", None) or {}
+        for name, config in configs.items():
+            for problem in _unsuitable(config):
+                problems.setdefault(problem, []).append(f"adapter {name}")
+        wrapper = next(m for m in wrapper.children() if m is plain_model(wrapper) or is_from_peft(m))
+    trained_whole = [m for m in model.modules() if is_from_peft(m) and "modules_to_save" in m._modules]
+    for found in matches:
+        for replacement in found.replacements:
+            if replacement.adapter is not None and (why := why_not(replacement.adapter, replacement.target)):
+                problems.setdefault(why, []).append(replacement.name)
+            elif _splits(replacement.target) and any(replacement.native in m.modules() for m in trained_whole):
+                problems.setdefault("modules_to_save trains a copy of what it is part of", []).append(replacement.name)
+    if problems:
         raise PolicyError(
             explain(
-                f"{type(model).__name__} has adapters of peft inside ({layers} layers), which cannot be split over ranks.",
+                f"{type(plain_model(model)).__name__} has adapters of peft that cannot be split over ranks.",
                 [
-                    ("rule", "a policy speaks of the model's own layers, and an adapter stands around each of them"),
-                    ("try", "TorchDDPPlugin or tp_size=1: they train adapters as they are"),
+                    *((compact(names), why) for why, names in problems.items()),
+                    ("try", "plain LoRA on layers that are split: LoraConfig(target_modules=…) without these"),
+                    ("or", ALONE),
                     ("or", "model = model.merge_and_unload() before boost: all weights are then trained, split"),
                 ],
             )
         )
+
+
+def _unsuitable(config: Any) -> Iterator[str]:
+    kind = str(getattr(config, "peft_type", "")).rpartition(".")[2]
+    if kind != "LORA":
+        yield f"peft_type={kind} changes the model otherwise than LoRA does"
+    for option in ("ensure_weight_tying", "trainable_token_indices"):
+        if getattr(config, option, None):
+            yield f"{option} lets layers share what would be split differently"
+
+
+def _stays_whole(target: Any) -> bool:
+    """Whether a module stays as it is on every rank, outside of any region, so that an adapter around it may too."""
+    return isinstance(target, type) and issubclass(target, (Replicated, Norm)) and not issubclass(target, HeadNorm)
 
 
 def _splits(target: Any) -> bool:

@@ -10,8 +10,10 @@ from torch import nn
 
 from colonnade.cluster.log import get_logger
 from colonnade.errors import PolicyError, UsageError, explain
+from colonnade.model.adapters import has_adapters, plain_model, without_adapters
 from colonnade.model.layout import deal_blocks, has_layout, layout_of, set_layout
 from colonnade.shardformer.description import LocalArgument, LocalConfig, LocalRatio, LocalShare
+from colonnade.shardformer.layer.adapter import follow_gathering, split_adapter
 from colonnade.shardformer.layer.head import VocabParallelLMHead1D
 from colonnade.shardformer.layer.linear import ColumnParallel, RowParallel
 from colonnade.shardformer.layer.logits import WholeLogits
@@ -51,11 +53,13 @@ class ModelSharder:
         self, model: nn.Module, policy: Policy, shard_config: ShardConfig, average: LossAverage | None = None
     ) -> None:
         self.model, self.policy, self.shard_config = model, policy, shard_config
+        self.inner = plain_model(model)  # what the policy speaks of: without what peft puts around a model
         self.average = average or LossAverage()
         self.axis = shard_config.axis
         self.replaced: list[tuple[str, str]] = []
         self.uneven = ""  # what is shared out unequally, in words; known once it has been prepared
         self._matches: list[Match] | None = None
+        self._adapted: list[tuple[nn.Module, nn.Module]] = []  # adapters, with the layers they now stand around
 
     def prepare(self) -> None:
         """Find out what is to be done and whether it can be; `shard` does this first where it has not been done.
@@ -65,18 +69,32 @@ class ModelSharder:
         """
         if self.axis.size > 1 and any(layout_of(p).sharded_axes for p in self.model.parameters()):
             raise UsageError("this model has been split already; load a plain one, or go on with the boosted one.")
-        if self.axis.size > 1:
-            check_adapters(self.model)
-        self.policy.set_model(self.model)
+        self.policy.set_model(self.inner)
         self.policy.set_shard_config(self.shard_config)
         self.policy.config_sanity_check()
-        self.model = self.policy.preprocess() or self.model
-        self.policy.set_model(self.model)
-        matches = match(self.model, self.policy.module_policy(), type(self.policy).__name__)
+        self._take(self.policy.preprocess())
+        adapted = has_adapters(self.model)
+        self.policy.set_model(without_adapters(self.inner) if adapted else self.inner)
+        rules = self.policy.module_policy()
+        self.policy.set_model(self.inner)
+        matches = match(self.inner, rules, type(self.policy).__name__)
         if self.axis.size > 1:
+            if adapted:
+                check_adapters(self.model, matches)
             check_tied(self.model, matches)
-            self.uneven = check_shares(matches, self.axis.size, type(self.model).__name__)
+            self.uneven = check_shares(matches, self.axis.size, type(self.inner).__name__)
         self._matches = matches
+
+    def _take(self, other: nn.Module | None) -> None:
+        """Go on with the model that a policy has made of the given one."""
+        if other is None or other is self.inner:
+            return
+        if self.inner is not self.model:
+            raise PolicyError(
+                f"{type(self.policy).__name__} puts another model in the place of the one that has adapters; "
+                "make the adapters after that, of what the policy returns."
+            )
+        self.model = self.inner = other
 
     def warn(self) -> None:
         """Say on one rank that shares are unequal, where they are. Whoever shards a model to use it calls this once."""
@@ -90,13 +108,16 @@ class ModelSharder:
         places = places_of(self.model)
         for found in self._matches or ():
             self._apply(found, places)
-        self.model = self.policy.postprocess() or self.model
+        self._take(self.policy.postprocess())
         self._name_layouts()
         self._open_doors()
-        if self.axis.size > 1 and hasattr(self.model, "save_pretrained"):
-            self.model.save_pretrained = refuse_to_save  # type: ignore[assignment]
+        for adapter, base in self._adapted:
+            follow_gathering(adapter, base)
+        for model in (self.model, self.inner):
+            if self.axis.size > 1 and hasattr(model, "save_pretrained"):
+                model.save_pretrained = refuse_to_save  # type: ignore[assignment]
         if self.shard_config.enable_flash_attention:
-            choose_attention(self.model)
+            choose_attention(self.inner)
         return shared_parameters(self.model)
 
     def _apply(self, found: Match, places: dict[nn.Module, list[tuple[nn.Module, str]]]) -> None:
@@ -109,7 +130,13 @@ class ModelSharder:
             change(found.module)
         region = self._region_for(found)
         for replacement in found.replacements:
+            adapter = replacement.adapter
+            if adapter is not None and self.axis.size == 1:
+                continue  # nothing is split, and an adapter may know its layer by its class
             made = self._make(replacement, region)
+            if adapter is not None:
+                split_adapter(adapter, made)
+                self._adapted.append((adapter, made))
             for parent, leaf in places[replacement.native]:
                 setattr(parent, leaf, made)
         for name, function in description.method_replacement.items():
@@ -148,8 +175,8 @@ class ModelSharder:
         setattr(owner, leaf, value)
 
     def _slice_argument(self, found: Match, name: str, share: LocalArgument) -> None:
-        units = number_of(share.units, self.model, found.module) or 1
-        heads = number_of(share.heads, self.model, found.module) or units
+        units = number_of(share.units, self.inner, found.module) or 1
+        heads = number_of(share.heads, self.inner, found.module) or units
         held = deal_blocks(units, self.axis.size, heads // units)[self.axis.rank]
         slice_argument(found.module, name, share.dim, held, heads, share.folded, self.axis)
 
@@ -157,8 +184,8 @@ class ModelSharder:
         """What becomes on this rank of a number of the whole model."""
         if not isinstance(whole, int):
             raise PolicyError(f"{type(found.module).__name__} keeps no whole number {name!r} that could be shared out.")
-        units = number_of(share.units, self.model, found.module) or whole
-        heads = number_of(share.heads, self.model, found.module) or units
+        units = number_of(share.units, self.inner, found.module) or whole
+        heads = number_of(share.heads, self.inner, found.module) or units
         mine = deal_blocks(units, self.axis.size, heads // units)[self.axis.rank]
         if isinstance(share, LocalRatio):
             keys = deal_blocks(units, self.axis.size)[self.axis.rank]
@@ -175,8 +202,8 @@ class ModelSharder:
 
     def _open_doors(self) -> None:
         """Loss and logits of a model whose head is split by vocabulary."""
-        owner: Any = causal_loss_owner(self.model)
-        heads = [m for m in self.model.modules() if isinstance(m, VocabParallelLMHead1D) and not m.gather_output]
+        owner: Any = causal_loss_owner(self.inner)
+        heads = [m for m in self.inner.modules() if isinstance(m, VocabParallelLMHead1D) and not m.gather_output]
         heads = heads if self.axis.size > 1 else []
         split = next((head for head in heads if owner is not None and head in owner.modules()), None)
         for head in heads:
@@ -184,6 +211,9 @@ class ModelSharder:
                 head.gather_output = True
         if split is not None:
             owner.register_forward_hook(WholeLogits(split))
+            for wrapper in self.model.modules():  # some call the forward of the model inside and not the model
+                if owner is self.inner and owner in wrapper.children():
+                    wrapper.register_forward_hook(WholeLogits(split))
         if owner is not None:
             tp, vocabulary = (self.axis, split.vocab_size) if split is not None else (None, None)
             owner.loss_function = CausalLMLoss(self.average, tp, vocabulary)
@@ -194,7 +224,10 @@ def refuse_to_save(*_: Any, **__: Any) -> None:
     raise UsageError(
         explain(
             "save_pretrained would write this rank's shards as if they were the whole model.",
-            [("try", "booster.save_model(model, path): the same folder, put together from all ranks")],
+            [
+                ("try", "booster.save_model(model, path): the same folder, put together from all ranks"),
+                ("or", "booster.save_lora_as_pretrained(model, path) for the adapters of a model that has them"),
+            ],
         )
     )
 

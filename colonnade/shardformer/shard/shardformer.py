@@ -8,7 +8,6 @@ from colonnade.shardformer.inference import infer_policy
 from colonnade.shardformer.layer.loss import LossAverage
 from colonnade.shardformer.policy import Policy, WholePolicy
 from colonnade.shardformer.registry import find_policy, has_policy
-from colonnade.shardformer.shard.plan import check_adapters
 from colonnade.shardformer.shard.shard_config import ShardConfig
 from colonnade.shardformer.shard.sharder import ModelSharder
 
@@ -63,8 +62,6 @@ class ShardFormer:
         config = self.shard_config
         if config.tensor_parallel_size == 1 and not config.enable_fused_normalization:
             return WholePolicy()
-        if config.tensor_parallel_size > 1:
-            check_adapters(model)
         if has_policy(model):
             return find_policy(model)  # which refuses where there is none
         return infer_policy(model, config.axis, config.check_inferred_policy)
