@@ -1,6 +1,6 @@
 """Compare every known model family with one process, and write the tables in README.md and docs/proof.md.
 
-    python scripts/proved_models.py            # trains each family in three layouts, then rewrites the tables
+    python scripts/proved_models.py            # trains each family in every layout, then rewrites the tables
     python scripts/proved_models.py --check    # only: do the tables list exactly the families that have a policy?
 
 Nothing is written unless every family has the numbers of one process in every layout.
@@ -22,7 +22,8 @@ import transformers
 
 import colonnade
 from colonnade.booster import Booster
-from colonnade.booster.plugin import HybridParallelPlugin
+from colonnade.booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchFSDPPlugin
+from colonnade.comm.ledger import Ledger
 from colonnade.model.layout import layout_of
 from colonnade.shardformer import find_policy, known_families
 from colonnade.testing.parity import Tolerance, assert_same_as_single, well_conditioned_adamw
@@ -30,7 +31,16 @@ from colonnade.testing.ranks import run_on_ranks
 from colonnade.testing.tiny import TINY, ids, tiny_config, tiny_model
 
 ROOT = Path(__file__).parent.parent
-LAYOUTS = {"tp 2": (2, 2), "tp 2 × dp 2": (4, 2), "dp 2": (2, 1)}  # name: (ranks, tp_size)
+# name: (ranks, plugin, options)
+LAYOUTS: dict[str, tuple[int, Any, dict[str, Any]]] = {
+    "tp 2": (2, HybridParallelPlugin, {"tp_size": 2}),
+    "tp 2 × dp 2": (4, HybridParallelPlugin, {"tp_size": 2}),
+    "dp 2": (2, HybridParallelPlugin, {}),
+    "ZeRO-1 dp 2": (2, LowLevelZeroPlugin, {"stage": 1}),
+    "ZeRO-2 dp 2": (2, LowLevelZeroPlugin, {"stage": 2}),
+    "FSDP dp 2": (2, TorchFSDPPlugin, {}),
+    "tp 2 × dp 2, ZeRO-1": (4, HybridParallelPlugin, {"tp_size": 2, "zero_stage": 1}),
+}
 KINDS = ("loss", "gradient norm", "gradients", "weights")
 VOCABULARY = 67  # not divisible by 2
 STEPS, MAX_NORM = 5, 1.0
@@ -43,6 +53,7 @@ class Proof:
     Args:
         worst: by kind, the largest relative difference from one process.
         all_reduces: over the tp axis in one step.
+        over_dp: elements moved over the dp axis in one step, for each parameter of a rank; an all-reduce moves each twice.
         blocks: number L of the model's blocks.
         head_norm_weights: weights inside the sharded region that every rank holds whole; each is summed by itself.
     """
@@ -52,6 +63,7 @@ class Proof:
     layout: str
     worst: dict[str, float]
     all_reduces: int
+    over_dp: float
     blocks: int
     head_norm_weights: int
 
@@ -73,8 +85,9 @@ def prove_on_this_rank(family: str, name: str, layout: str) -> Proof:
     def model_fn() -> Any:
         return tiny_model(name, vocab_size=VOCABULARY)
 
-    def plugin_fn() -> HybridParallelPlugin:
-        return HybridParallelPlugin(tp_size=LAYOUTS[layout][1], precision="fp32", max_norm=MAX_NORM)
+    def plugin_fn() -> Any:
+        _, plugin_class, options = LAYOUTS[layout]
+        return plugin_class(**options, precision="fp32", max_norm=MAX_NORM)
 
     report = assert_same_as_single(model_fn, batches(), plugin_fn, steps=STEPS, max_norm=MAX_NORM)
     model, booster = model_fn(), Booster(plugin=plugin_fn())
@@ -83,6 +96,7 @@ def prove_on_this_rank(family: str, name: str, layout: str) -> Proof:
     blocks = len(policy.spine.blocks_of(model))
     model_class = type(model).__name__
     boosted, optimizer, *_ = booster.boost(model, well_conditioned_adamw(model))
+    held = sum(p.numel() for p in boosted.parameters())
     batch = {key: value[:2] for key, value in batches()[0].items()}
     with colonnade.ledger() as ledger:
         booster.backward(boosted(**batch).loss, optimizer)
@@ -93,9 +107,16 @@ def prove_on_this_rank(family: str, name: str, layout: str) -> Proof:
         layout=layout,
         worst={kind: report[kind].worst for kind in KINDS},
         all_reduces=ledger.calls["all_reduce", "tp"],
+        over_dp=moved_over_dp(ledger) / held,
         blocks=blocks,
         head_norm_weights=sum("tp" in layout_of(p).partial_axes for p in boosted.parameters()),
     )
+
+
+def moved_over_dp(ledger: Ledger) -> int:
+    """Elements that travel over the dp axis; an all-reduce is a reduce-scatter and an all-gather."""
+    passes = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
+    return sum(passes[operation] * n for (operation, axis), n in ledger.elements.items() if axis == "dp")
 
 
 def prove_all() -> list[Proof]:
@@ -107,9 +128,9 @@ def prove_all() -> list[Proof]:
     proofs = []
     for family in known_families():
         name = tiny_name(family)
-        for layout, (ranks, _) in LAYOUTS.items():
+        for layout, (ranks, *_) in LAYOUTS.items():
             proof = run_on_ranks(ranks, prove_on_this_rank, family, name, layout, timeout_s=300)[0]
-            print(f"{family:<10} {layout:<12} " + "  ".join(f"{k} {v:.1e}" for k, v in proof.worst.items()), flush=True)
+            print(f"{family:<10} {layout:<20} " + "  ".join(f"{k} {v:.1e}" for k, v in proof.worst.items()), flush=True)
             proofs.append(proof)
     return proofs
 
@@ -136,9 +157,14 @@ def summary_table(proofs: list[Proof]) -> str:
 
 def layout_table(proofs: list[Proof]) -> str:
     """One row for each family and layout."""
-    rows = [[f"`{p.family}`", p.layout, *(f"{p.worst[k]:.1e}" for k in KINDS), traffic(p)] for p in proofs]
-    heads = ["family", "layout", "loss", "gradient norm", "gradients", f"weights, {STEPS} steps", "all-reduces a step"]
-    return f"{table(heads, rows)}\n\n{caption()}"
+    rows = [
+        [f"`{p.family}`", p.layout, *(f"{p.worst[k]:.1e}" for k in KINDS), traffic(p), f"{p.over_dp:.2f}"]
+        for p in proofs
+    ]
+    kinds = ["loss", "gradient norm", "gradients", f"weights, {STEPS} steps"]
+    heads = ["family", "layout", *kinds, "all-reduces a step", "moved over dp"]
+    moved = "“Moved over dp”: elements a step for each parameter of a rank, padding and the loss included."
+    return f"{table(heads, rows)}\n\n{caption()} {moved}"
 
 
 def traffic(proof: Proof) -> str:
@@ -156,7 +182,7 @@ def caption() -> str:
     tolerance = Tolerance()
     return (
         f"Relative differences from one process in fp32; each has to be at most {tolerance.gradient:.0e}. "
-        f"Tiny models, vocabulary {VOCABULARY}, AdamW, clipping at {MAX_NORM:g}, layouts {', '.join(LAYOUTS)}. "
+        f"Tiny models, vocabulary {VOCABULARY}, AdamW, clipping at {MAX_NORM:g}, layouts {'; '.join(LAYOUTS)}. "
         f"Found with colonnade {colonnade.__version__}, torch {torch.__version__}, transformers "
         f"{transformers.__version__}, Python {platform.python_version()}, on the CPU with gloo. Computed by `make proof`."
     )

@@ -98,7 +98,14 @@ def test_keywords_of_the_well_known_names_stay():
     }
     assert {"precision", "max_norm"} <= set(inspect.signature(TorchDDPPlugin).parameters)
     fsdp = set(inspect.signature(TorchFSDPPlugin).parameters)
-    assert fsdp >= {"precision", "max_norm", "reshard_after_forward", "cpu_offload", "num_microbatches", "microbatch_size"}
+    assert fsdp >= {
+        "precision",
+        "max_norm",
+        "reshard_after_forward",
+        "cpu_offload",
+        "num_microbatches",
+        "microbatch_size",
+    }
     boost = list(inspect.signature(Booster.boost).parameters)
     assert boost == ["self", "model", "optimizer", "criterion", "dataloader", "lr_scheduler"]
     assert "seed" in inspect.signature(colonnade.launch_from_torch).parameters

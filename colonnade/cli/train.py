@@ -31,6 +31,7 @@ EXAMPLES = """\
 examples:
   colonnade train --preset tiny --output out                        the standard library's sources, one process
   colonnade train --preset tiny --tp 2 --dp 2 --output out          the same training in four processes
+  colonnade train --preset tiny --dp 2 --zero-stage 1 --output out  two processes, each with half of the optimizer's states
   colonnade train --model ./my-model --data texts/ --output tuned   fine-tune a local model on a folder of text
 
 The output folder loads in plain transformers: AutoModelForCausalLM.from_pretrained("out"). It also holds metrics.jsonl,
@@ -86,7 +87,19 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--microbatch-size", type=int, metavar="N", help="sequences in a forward pass (default: all of a process)"
     )
-    group.add_argument("--precision", default="fp32", metavar="NAME", help=f"{' or '.join(PRECISIONS)} (default: fp32)")
+    group.add_argument(
+        "--zero-stage",
+        type=int,
+        default=0,
+        metavar="N",
+        help="deal out over --dp: 1 optimizer states, 2 gradients too, 0 nothing (default: 0)",
+    )
+    group.add_argument(
+        "--precision",
+        default="fp32",
+        metavar="NAME",
+        help=f"{', '.join(PRECISIONS[:-1])} or {PRECISIONS[-1]}, in which the loss is scaled (default: fp32)",
+    )
 
 
 def _add_optimizer(parser: argparse.ArgumentParser) -> None:
@@ -128,7 +141,7 @@ def options_from(args: argparse.Namespace, nproc: int | None) -> TrainOptions:
         output=OutputOptions(args.output, args.overwrite, args.prompt, args.sample_tokens),
         model=ModelOptions(args.model, preset, args.vocab_size),
         data=DataOptions(args.data, args.seq, args.held_out, args.eval_tokens),
-        layout=LayoutOptions(tp, dp, args.microbatch_size, args.precision),
+        layout=LayoutOptions(tp, dp, args.microbatch_size, args.precision, args.zero_stage),
         optimizer=OptimizerOptions(args.steps, args.batch, rate, args.warmup, args.weight_decay, args.max_norm),
         seed=args.seed,
         eval_every=args.eval_every,
@@ -152,7 +165,7 @@ def run_train(args: argparse.Namespace) -> int:
     work = prepare(options, _say)
     try:
         ranks = options.layout.ranks
-        _say(f"starting {ranks} process{'es' * (ranks != 1)}: tp {options.layout.tp} × dp {options.layout.dp}")
+        _say(f"starting {ranks} process{'es' * (ranks != 1)}: {options.layout}")
         return start_workers(ranks, [str(work)], module="colonnade.tools.train")
     finally:
         remove_work(options.output.folder)

@@ -19,6 +19,7 @@ EXAMPLES = """\
 examples:
   colonnade verify llama --tp 2                                   a family, with tiny sizes
   colonnade verify ./my-model --tp 2 --dp 2 --certificate c.json  the structure of a local model; only its config is read
+  colonnade verify llama --tp 2 --dp 2 --zero-stage 1             with the optimizer's states dealt out over --dp
   colonnade verify llama --tp 2 --policy mine.py:MyPolicy         a policy of your own
 
 A tiny twin with the same structure (heads and key/value heads, biases, norms, tied weights, layer kinds, an odd vocabulary)
@@ -42,6 +43,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("model", metavar="MODEL", help="local folder, config.json, or model type (llama, gpt2, …)")
     parser.add_argument("--tp", type=int, default=2, metavar="N", help="processes that share each layer (default: 2)")
     parser.add_argument("--dp", type=int, default=1, metavar="N", help="processes that share each batch (default: 1)")
+    parser.add_argument(
+        "--zero-stage",
+        type=int,
+        default=0,
+        metavar="N",
+        help="deal out over --dp: 1 optimizer states, 2 gradients too, 0 nothing (default: 0)",
+    )
     parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages: not there yet (default: 1)")
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="optimizer steps to compare (default: 5)")
     parser.add_argument(
@@ -64,7 +72,7 @@ def run_verify(args: argparse.Namespace) -> int:
         raise UsageError(f"--pp {args.pp}: pipeline parallelism is not there yet; leave --pp 1.")
     quiet_transformers()
     quiet_inference()
-    layout = Layout(args.tp, args.dp, args.policy)
+    layout = Layout(args.tp, args.dp, args.policy, args.zero_stage)
     choice = find_config(args.model, args.tp)
     with tempfile.TemporaryDirectory(prefix="colonnade-verify-") as folder:
         job = prepare(choice, layout, args.steps, Path(folder))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+KEPT = 8  # free buffers of a kind: two buckets on the way, each with what it sends and receives, and two being filled
+
 
 class BufferPool:
-    """Lends out uninitialised flat tensors and takes them back."""
+    """Lends out uninitialised flat tensors and takes them back; of those that are free it keeps the last `KEPT` of a kind."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -24,7 +26,9 @@ class BufferPool:
     def give(self, tensor: torch.Tensor) -> None:
         """Take back what was lent, whole again."""
         base = tensor if tensor._base is None else tensor._base
-        self._free.setdefault((base.dtype, base.device), []).append(base)
+        free = self._free.setdefault((base.dtype, base.device), [])
+        free.append(base)
+        del free[:-KEPT]
 
     @property
     def nbytes(self) -> int:

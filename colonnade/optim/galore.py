@@ -33,7 +33,7 @@ class GaLoreAdamW(WholeParameterOptimizer):
         (r, k) right, (k, k) full. In groups of AdamW `step`, `exp_avg`, `exp_avg_sq` of the local shape.
 
     Traffic: at a step that takes new singular vectors, for each split matrix an all-gather of its gradient and a broadcast
-        of the vectors, over the axis that splits it; the work is dealt out: of n matrices each of the n ranks decomposes one.
+        of the vectors, over the axis that splits it; the work is dealt out, matrix by matrix, over these ranks.
         At every step one all-reduce over each axis that splits parameters (for each `batch_elements` logical entries), of
         the projected gradients of those matrices that are projected along the dim that is split (always for "full");
         others are projected without communication. AdamW communicates nothing.

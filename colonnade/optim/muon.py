@@ -28,8 +28,8 @@ class Muon(WholeParameterOptimizer):
     State: `step`, `momentum_buffer` of the local shape; in groups of AdamW `step`, `exp_avg`, `exp_avg_sq` of the local shape.
 
     Traffic: for each split matrix an all-gather of its update, and a broadcast of the orthogonal one, over the axis that
-        splits it. The work is dealt out: of n matrices each of the n ranks makes one orthogonal, for which it needs memory
-        of a few times that matrix. Matrices that ranks hold whole, each makes orthogonal by itself. AdamW communicates
+        splits it. The work is dealt out, matrix by matrix, over these ranks; for each of its own a rank needs memory of a
+        few times that matrix. Matrices that ranks hold whole, each makes orthogonal by itself. AdamW communicates
         nothing.
 
     Args:

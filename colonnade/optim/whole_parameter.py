@@ -57,7 +57,7 @@ class Item:
         return self.state[key]
 
     def wide(self) -> torch.Tensor:
-        """The parameter in the format in which is computed."""
+        """The parameter in the format of the computation."""
         return widen(self.value)
 
     @property

@@ -1,1 +1,1 @@
-"""Number formats, master weights, the gradient norm and the optimizer that uses them."""
+"""Number formats, master weights, the loss scale, the gradient norm, clipping, and the optimizer that uses them."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from colonnade.errors import ConfigError, UsageError, explain
 
@@ -42,17 +43,33 @@ class LossScale:
     max_scale: float = 2.0**32
 
     def __post_init__(self) -> None:
+        low, high = (bound if _is_number(bound) else None for bound in (self.min_scale, self.max_scale))
         rules = [
-            ("initial", self.initial, self.min_scale <= self.initial <= self.max_scale, "min_scale ≤ initial ≤ max_scale"),
-            ("growth_factor", self.growth_factor, self.growth_factor >= 1, "at least 1"),
-            ("backoff_factor", self.backoff_factor, 0 < self.backoff_factor < 1, "between 0 and 1"),
-            ("growth_interval", self.growth_interval, self.growth_interval >= 0, "0 (never) or a number of steps"),
-            ("hysteresis", self.hysteresis, self.hysteresis >= 1, "at least 1"),
-            ("min_scale", self.min_scale, self.min_scale > 0, "above 0"),
+            ("initial", _within(self.initial, low, high), "min_scale ≤ initial ≤ max_scale"),
+            ("growth_factor", _within(self.growth_factor, 1), "a number of at least 1"),
+            ("backoff_factor", _within(self.backoff_factor, 0, 1, open_ends=True), "a number between 0 and 1"),
+            ("growth_interval", _within(self.growth_interval, 0, whole=True), "a whole number of steps, 0 for never"),
+            ("hysteresis", _within(self.hysteresis, 1, whole=True), "a whole number of at least 1"),
+            ("min_scale", _within(self.min_scale, 0, open_ends=True), "a number above 0"),
+            ("max_scale", _within(self.max_scale, low), "a number, not below min_scale"),
         ]
-        wrong = [(f"{name}={value!r}", rule) for name, value, right, rule in rules if not right]
+        wrong = [(f"{name}={getattr(self, name)!r}", rule) for name, right, rule in rules if not right]
         if wrong:
             raise ConfigError(explain("LossScale cannot work with these numbers.", wrong))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _within(
+    value: Any, low: float | None, high: float | None = None, *, whole: bool = False, open_ends: bool = False
+) -> bool:
+    """Whether a value is a finite number within bounds, those that are given."""
+    if not _is_number(value) or (whole and not isinstance(value, int)):
+        return False
+    above = low is None or (value > low if open_ends else value >= low)
+    return above and (high is None or (value < high if open_ends else value <= high))
 
 
 class DynamicLossScale:
@@ -86,7 +103,10 @@ class DynamicLossScale:
             raise UsageError(
                 explain(
                     f"gradients are not finite at a loss scale of {self.scale:g}, the smallest allowed.",
-                    [("rule", "an overflow makes the scale smaller"), ("try", 'precision="bf16", or a lower learning rate')],
+                    [
+                        ("rule", "an overflow makes the scale smaller"),
+                        ("try", 'precision="bf16", or a lower learning rate'),
+                    ],
                 )
             )
         self.skipped += 1

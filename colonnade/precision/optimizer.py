@@ -71,6 +71,7 @@ class ParallelOptimizer(Optimizer):
         self.check_replicas = True
         self.stepped = stepped or OwnParameters(inner, mesh)
         self.loss_scaler = loss_scale
+        self._scaled = False  # a scaled loss has been backwarded since the gradients were last dropped
         self._norm: torch.Tensor | None = None
 
     @property
@@ -102,6 +103,7 @@ class ParallelOptimizer(Optimizer):
         """Backward pass, and the reduction of its gradients unless inside `no_sync`."""
         if self.loss_scaler is not None:
             loss = loss.float() * self.loss_scaler.scale
+            self._scaled = True
         if self.reducer is None:
             loss.backward(**kwargs)
         else:
@@ -121,6 +123,8 @@ class ParallelOptimizer(Optimizer):
 
         Raises:
             ConfigError: a closure is given; it would run the model several times a step, outside of the reduction.
+            UsageError: there are gradients that nothing averages over ranks, or with a loss scale those of a loss that
+                was not scaled.
         """
         if closure is not None:
             raise ConfigError("step(closure) is not possible: call booster.backward(loss, optimizer), then step().")
@@ -130,12 +134,29 @@ class ParallelOptimizer(Optimizer):
             self._unscale(parameters)
             parts = self.stepped.gradient_parts()
             self._norm = gradient_norm(parts, self.mesh, current_device(), self.check_replicas)
-            if self.loss_scaler is not None and not self.loss_scaler.update(float(self._norm)):
+            if self.loss_scaler is not None and not self._good_step(self.loss_scaler, float(self._norm)):
                 return None
             self.clipping.apply(parameters, self._norm)
             result = self.inner.step()
             self.stepped.commit()
             return result
+
+    def _good_step(self, loss_scaler: DynamicLossScale, norm: float) -> bool:
+        """Move the loss scale; whether the step is to be made."""
+        if norm and not self._scaled:
+            raise UsageError(
+                explain(
+                    "there are gradients of a loss that was not scaled.",
+                    [
+                        ("rule", "in fp16 they would be divided by a loss scale that they have not been multiplied by"),
+                        ("try", "booster.backward(loss, optimizer) instead of loss.backward()"),
+                    ],
+                )
+            )
+        good = loss_scaler.update(norm)
+        if not good:
+            self.inner._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn of a missing step
+        return good
 
     def _unscale(self, parameters: list[nn.Parameter]) -> None:
         grads = [local_of(param.grad) for param in parameters if param.grad is not None]
@@ -164,6 +185,7 @@ class ParallelOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the accumulated gradients."""
         self.stepped.zero_grad(set_to_none)
+        self._scaled = False
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state: this rank's share; with fp16 the loss scale's too."""
@@ -175,14 +197,24 @@ class ParallelOptimizer(Optimizer):
         """Load what `state_dict` returned on a rank of the same layout."""
         state = dict(state_dict)
         scale = state.pop("loss_scale", None)
-        if self.loss_scaler is not None and scale is not None:
-            self.loss_scaler.load_state_dict(scale)
         with self.stepped.swapped():  # torch casts state to the format of the parameters it finds
             self.inner.load_state_dict(state)
+        if self.loss_scaler is not None and scale is not None:
+            self.loss_scaler.load_state_dict(scale)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the wrapped optimizer."""
         self.inner.add_param_group(param_group)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # not made yet
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UsageError(
+            "a boosted optimizer cannot be copied or pickled: it belongs to its model and ranks. Keep its state_dict()."
+        )
 
     def __repr__(self) -> str:
         return f"ParallelOptimizer({self.inner!r})"

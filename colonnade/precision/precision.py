@@ -23,8 +23,10 @@ def chosen(asked_of_plugin: str, mixed_precision: str | None) -> str:
     """The precision where it can be said in two places.
 
     Raises:
-        ConfigError: both say something, and not the same.
+        ConfigError: both say something, and not the same, or `mixed_precision` is no format.
     """
+    if mixed_precision is not None:
+        parse_precision(mixed_precision)
     if mixed_precision is None or mixed_precision == asked_of_plugin:
         return asked_of_plugin
     if isinstance(asked_of_plugin, _Default):
@@ -43,7 +45,7 @@ def parse_precision(precision: str) -> torch.dtype:
     Raises:
         ConfigError: any other word.
     """
-    if precision in FORMATS:
+    if isinstance(precision, str) and precision in FORMATS:
         return FORMATS[precision]
     raise ConfigError(
         explain(f"precision={precision!r} is not available.", [("try", "one of " + ", ".join(map(repr, FORMATS)))])

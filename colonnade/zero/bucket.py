@@ -3,6 +3,10 @@
 Gradients never stay on the parameters: each is copied into the bucket's buffer the moment it is ready, while it is still in
 the cache, and dropped. Stage 1 has one buffer a bucket for good, in which gradients may be accumulated before they travel.
 Stage 2 borrows a buffer while a backward pass fills it and keeps only the rank's part.
+
+[Note: a gradient for many buckets]
+The gradient of a huge parameter is ready for all its buckets at once. Under stage 2 it waits as it is, and each bucket borrows
+a buffer when its turn comes: otherwise there would be a second copy of it in buffers, and the pool would keep them.
 """
 
 from __future__ import annotations
@@ -59,6 +63,8 @@ class ShardBucket(Bucket):
         self._own: torch.Tensor | None = None  # where stage 2 keeps its part
         self._sum: ScatteredSum | None = None
         self._lent: list[torch.Tensor] = []
+        self._waits = not keeps_buffer and plan.numel < storage.plan.numel  # see [Note: a gradient for many buckets]
+        self._whole: dict[nn.Parameter, torch.Tensor] = {}
 
     @property
     def owned(self) -> slice:
@@ -68,6 +74,14 @@ class ShardBucket(Bucket):
 
     def collect(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Take over the gradient of a parameter, or add it to what is there of it."""
+        if self._waits and param not in self.collected and param not in self._whole:
+            self._whole[param] = grad
+            return
+        if param in self._whole:
+            self._write(param, self._whole.pop(param))
+        self._write(param, grad)
+
+    def _write(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         buffer, piece = self._filling(), self.pieces[param]
         if param in self.collected:
             buffer[piece.there].add_(piece.of(grad), alpha=1.0 / self.axis.size)
@@ -94,6 +108,8 @@ class ShardBucket(Bucket):
             buffer[self.pieces[param].there].zero_()
 
     def launch(self, axis: Axis) -> None:
+        for param in list(self._whole):
+            self._write(param, self._whole.pop(param))
         buffer, self.launched = self._filling(), True
         self._zero_the_rest(buffer)
         sent = buffer
@@ -128,6 +144,7 @@ class ShardBucket(Bucket):
     def reset(self) -> None:
         super().reset()
         self.collected.clear()
+        self._whole.clear()
         self.launched = False
 
     def forget(self) -> None:

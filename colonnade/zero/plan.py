@@ -123,9 +123,7 @@ def _round_up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def _deal_elements(
-    group: int, params: list[nn.Parameter], ranks: int, bucket_bytes: int, itemsize: int
-) -> StoragePlan:
+def _deal_elements(group: int, params: list[nn.Parameter], ranks: int, bucket_bytes: int, itemsize: int) -> StoragePlan:
     unit = max(ALIGNMENT // itemsize, 1)
     places, end = [], 0
     for param in params:

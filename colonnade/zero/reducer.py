@@ -32,20 +32,22 @@ class ShardReducer(BucketReducer[ShardBucket]):
         super().__init__(axis, overlap, self.IN_FLIGHT)
         self.used: set[nn.Parameter] = set()
         self._watch(buckets)
+        self.unreduced = any(param.grad is not None for param in self._home)  # from before boost
 
     def _collect(self, param: nn.Parameter) -> None:
         homes = self._home[param]
         if param.grad is None or any(bucket.launched for bucket in homes):
             return  # too late for this round: it stays on the parameter until the end of the backward pass
+        grad = param.grad.detach()
         for bucket in homes:
-            bucket.collect(param, param.grad)
+            bucket.collect(param, grad if grad.layout == torch.strided else grad.to_dense())
         param.grad = None
 
     def _late(self) -> dict[nn.Parameter, torch.Tensor]:
         return {param: param.grad for param in self._home if param.grad is not None}
 
     def _unused(self) -> set[nn.Parameter]:
-        unused = {p for p, homes in self._home.items() if p not in homes[0].collected}
+        unused = {p for p, homes in self._home.items() if p not in homes[0].collected and p.grad is None}
         self.used |= self._home.keys() - unused
         return unused
 
@@ -63,10 +65,12 @@ class ShardReducer(BucketReducer[ShardBucket]):
             bucket.reset()
 
     def covers(self, param: nn.Parameter) -> bool:
-        return param in self._home
+        return param in self._home or not param.numel()
 
     def forget(self) -> None:
-        """Drop all gradients."""
+        """Drop all gradients, those of a backward pass that has not come to its end included."""
+        self._abort()
+        self._will_finish = False
         for bucket in self.buckets:
             bucket.forget()
         self.used.clear()

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from colonnade.cluster.mesh import ParallelMesh
 from colonnade.comm.buffers import BufferPool
 from colonnade.comm.collectives import gather_in_place_start, wait
+from colonnade.errors import UsageError, explain
 from colonnade.model.layout import layout_of
 from colonnade.precision.grad_norm import Axes, GradientParts
 from colonnade.precision.optimizer import is_elementwise
@@ -22,9 +23,28 @@ from colonnade.zero.options import ZeroOptions
 from colonnade.zero.plan import plan_storages
 from colonnade.zero.reducer import ShardReducer
 from colonnade.zero.storage import Piece, Storage
-from colonnade.zero.units import State, Unit, joined_state, scalars
+from colonnade.zero.units import State, Unit, joined_state, state_kind
 
 Values = dict[nn.Parameter, torch.Tensor]
+
+
+def _check_states(optimizer: Optimizer, model: nn.Module) -> None:
+    """Refuse states that have been dealt out already.
+
+    Raises:
+        UsageError: the optimizer has stepped under ZeRO before.
+    """
+    own = set(model.parameters())
+    if any(isinstance(key, torch.Tensor) and key not in own for key in optimizer.state):
+        raise UsageError(
+            explain(
+                f"this {type(optimizer).__name__} has states that are not of the model's parameters.",
+                [
+                    ("reason", "it was boosted with ZeRO before, which deals states out over the ranks"),
+                    ("try", "a new optimizer made from model.parameters()"),
+                ],
+            )
+        )
 
 
 class FlatShards(Stepped):
@@ -58,6 +78,7 @@ class FlatShards(Stepped):
         options: ZeroOptions,
     ) -> None:
         super().__init__(optimizer, mesh)
+        _check_states(optimizer, model)
         self.axis, self.offload = mesh.axis("dp"), options.cpu_offload
         self.copies = dtype != torch.float32 or options.cpu_offload
         self.storages: list[Storage] = []
@@ -96,7 +117,7 @@ class FlatShards(Stepped):
 
     def _run(self, piece: Piece, bucket: ShardBucket, states: dict[nn.Parameter, State]) -> object:
         """Neighbours for which this is the same make up one unit."""
-        return piece.offset if bucket.storage.plan.whole else scalars(states[piece.param])
+        return piece.offset if bucket.storage.plan.whole else state_kind(states[piece.param], piece.param)
 
     def _tensor_for(self, bucket: ShardBucket, pieces: list[Piece], exact: Values) -> nn.Parameter:
         start, stop = pieces[0].offset, pieces[-1].there.stop

@@ -103,13 +103,13 @@ def joined_state(pieces: list[Piece], states: dict[nn.Parameter, State], like: t
     """The state of a unit, from those that an optimizer has for the parameters themselves.
 
     Args:
-        states: of each parameter, with all scalars equal.
+        states: of each parameter, alike as `state_kind` says it.
         like: the unit's tensor.
     """
     first = states[pieces[0].param]
     joined: State = {}
     for key, value in first.items():
-        if isinstance(value, torch.Tensor) and value.shape == pieces[0].param.shape and value.dim():
+        if _of_entries(key, value, pieces[0].param):
             flat = torch.zeros(like.numel(), dtype=value.dtype, device=like.device)
             for piece in pieces:
                 offset = piece.offset - pieces[0].offset
@@ -120,12 +120,20 @@ def joined_state(pieces: list[Piece], states: dict[nn.Parameter, State], like: t
     return joined
 
 
-def scalars(state: State) -> tuple[tuple[str, Any], ...]:
-    """What of a parameter's state is one number for all its entries."""
-    return tuple(
-        sorted(
-            (key, float(value) if isinstance(value, torch.Tensor) else value)
-            for key, value in state.items()
-            if not isinstance(value, torch.Tensor) or value.numel() == 1 and not value.dim()
-        )
-    )
+def _of_entries(key: str, value: Any, param: nn.Parameter) -> bool:
+    """Whether a state has a number for each entry of the parameter. (Of a parameter without dims the shape does not tell.)"""
+    return isinstance(value, torch.Tensor) and value.shape == param.shape and key != "step"
+
+
+def state_kind(state: State, param: nn.Parameter) -> list[tuple[str, Any]]:
+    """What has to be the same for parameters to share a unit: which states they have, and those that are one number."""
+    kind: list[tuple[str, Any]] = []
+    for key in sorted(state):
+        value = state[key]
+        if not isinstance(value, torch.Tensor):
+            kind.append((key, value))
+        elif value.numel() == 1 and not _of_entries(key, value, param):
+            kind.append((key, float(value)))
+        else:
+            kind.append((key, value.dtype))
+    return kind

@@ -2,7 +2,7 @@
 
 import torch
 
-from colonnade.booster.plugin import HybridParallelPlugin, TorchDDPPlugin
+from colonnade.booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from colonnade.testing.parity import assert_same_as_single
 from colonnade.testing.tiny import ids, tiny_model
 
@@ -19,6 +19,10 @@ LAYOUTS = {
     "dp 2, small buckets": (2, HybridParallelPlugin, {"bucket_bytes": 1 << 10}),
     "ddp 2": (2, TorchDDPPlugin, {}),
     "tp 2 × dp 2": (4, HybridParallelPlugin, {"tp_size": 2}),
+    "zero 1": (2, LowLevelZeroPlugin, {"stage": 1}),
+    "zero 2": (2, LowLevelZeroPlugin, {"stage": 2}),
+    "tp 2 × zero 1": (4, HybridParallelPlugin, {"tp_size": 2, "zero_stage": 1}),
+    "tp 2 × zero 2": (4, HybridParallelPlugin, {"tp_size": 2, "zero_stage": 2}),
 }
 
 

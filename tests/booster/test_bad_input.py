@@ -6,14 +6,14 @@ import torch.distributed as dist
 from torch import nn
 
 from colonnade.booster import Booster
-from colonnade.booster.plugin import HybridParallelPlugin, TorchDDPPlugin
+from colonnade.booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from colonnade.errors import ColonnadeError, ConfigError, PolicyError, ShapeError, UsageError
 from colonnade.shardformer.policies.llama import LlamaPolicy
 from colonnade.testing.ranks import on_ranks, run_on_ranks
 from colonnade.testing.tiny import ids, tiny_model
 
 VOCAB = 64
-BOTH = [HybridParallelPlugin, TorchDDPPlugin]
+PLUGINS = [HybridParallelPlugin, TorchDDPPlugin, LowLevelZeroPlugin]
 
 
 def boosted(plugin=None, model=None):
@@ -59,11 +59,20 @@ def plugin_error(kwargs):
         ({"pp_size": 2}, ["pp_size=2", "pipeline parallelism is not there yet", "pp_size=1"]),
         ({"sp_size": 2}, ["sp_size=2", "sequence parallelism is not there yet"]),
         ({"sequence_parallelism_mode": "ring"}, ["sequence_parallelism_mode='ring'", "sequence parallelism"]),
-        ({"zero_stage": 1}, ["zero_stage=1", "sharded optimizer states are not there yet", "zero_stage=0"]),
-        ({"pp_size": 2, "sp_size": 2, "zero_stage": 2}, ["pp_size=2", "sp_size=2", "zero_stage=2"]),
-        ({"precision": "fp16"}, ["precision='fp16'", "loss scale", 'precision="bf16" or "fp32"']),
-        ({"precision": "int8"}, ["precision='int8'", "no such format"]),
-        ({"precision": torch.bfloat16}, ["torch.bfloat16", 'precision="bf16" or "fp32"']),
+        ({"zero_stage": 3}, ["ZeRO stage 3 is not available here", "0, 1, 2", "TorchFSDPPlugin"]),
+        ({"zero_stage": -1}, ["ZeRO stage -1"]),
+        ({"zero_stage": True}, ["ZeRO stage True"]),
+        ({"zero_stage": "1"}, ["ZeRO stage '1'"]),
+        ({"pp_size": 2, "sp_size": 2}, ["pp_size=2", "sp_size=2"]),
+        ({"precision": "fp8"}, ["precision='fp8' is not available", "one of 'fp32', 'bf16', 'fp16'"]),
+        ({"precision": "int8"}, ["precision='int8'"]),
+        ({"precision": torch.bfloat16}, ["precision=torch.bfloat16", "'bf16'"]),
+        ({"precision": ["bf16"]}, ["precision=['bf16']"]),
+        ({"precision": None}, ["precision=None"]),
+        ({"max_norm": 1.0, "max_value": 1.0}, ["max_norm=1.0 and max_value=1.0 are both given", "one of them"]),
+        ({"max_value": -1.0}, ["max_value=-1.0", "≥ 0"]),
+        ({"cpu_offload": True}, ["cpu_offload", "zero_stage"]),
+        ({"communication_dtype": torch.int8, "zero_stage": 1}, ["communication_dtype=torch.int8", "torch.bfloat16"]),
         ({"max_norm": -1.0}, ["max_norm=-1.0", "≥ 0"]),
         ({"max_norm": float("nan")}, ["max_norm=nan"]),
         ({"max_norm": None}, ["max_norm=None"]),
@@ -91,13 +100,23 @@ def test_one_process_cannot_be_two_ranks():
 
 
 @on_ranks(2)
-def test_ddp_refuses_the_same_options():
+def test_the_other_plugins_refuse_the_same_options():
     for kwargs, says in (
-        ({"precision": "fp16"}, "precision='fp16'"),
+        ({"precision": "fp8"}, "precision='fp8'"),
+        ({"max_norm": 1.0, "max_value": 1.0}, "are both given"),
         ({"max_norm": -1.0}, "max_norm=-1.0"),
         ({"microbatch_size": 1, "num_microbatches": 2}, "both given"),
     ):
-        assert says in text_of(ConfigError, lambda kwargs=kwargs: TorchDDPPlugin(**kwargs))
+        for plugin in (TorchDDPPlugin, LowLevelZeroPlugin, TorchFSDPPlugin):
+            assert says in text_of(ConfigError, lambda plugin=plugin, kwargs=kwargs: plugin(**kwargs))
+
+
+@on_ranks(2)
+def test_stages_that_are_no_low_level_zero():
+    for stage in (0, 3, "2", None, True):
+        text = text_of(ConfigError, lambda stage=stage: LowLevelZeroPlugin(stage=stage))
+        assert f"ZeRO stage {stage!r} is not available here; there are 1, 2" in text
+        assert "TorchDDPPlugin" in text and "TorchFSDPPlugin" in text
 
 
 def test_a_booster_wants_a_plugin_object():
@@ -106,7 +125,7 @@ def test_a_booster_wants_a_plugin_object():
             Booster(plugin=wrong)
 
 
-@pytest.mark.parametrize("plugin_class", BOTH)
+@pytest.mark.parametrize("plugin_class", PLUGINS)
 @on_ranks(1)
 def test_boost_wants_a_model(plugin_class):
     booster = Booster(plugin=plugin_class(precision="fp32"))
@@ -115,7 +134,7 @@ def test_boost_wants_a_model(plugin_class):
         assert "boost" in text and type(wrong).__name__ in text
 
 
-@pytest.mark.parametrize("plugin_class", BOTH)
+@pytest.mark.parametrize("plugin_class", PLUGINS)
 @on_ranks(1)
 def test_boost_wants_an_optimizer(plugin_class):
     booster = Booster(plugin=plugin_class(precision="fp32"))
@@ -125,7 +144,7 @@ def test_boost_wants_an_optimizer(plugin_class):
         assert "optimizer" in text and type(wrong).__name__ in text
 
 
-@pytest.mark.parametrize("plugin_class", BOTH)
+@pytest.mark.parametrize("plugin_class", PLUGINS)
 @on_ranks(1)
 def test_boosting_twice_is_refused(plugin_class):
     booster, model, optimizer = boosted(plugin_class(precision="fp32"))
@@ -134,7 +153,7 @@ def test_boosting_twice_is_refused(plugin_class):
         assert "boost" in text_of(ColonnadeError, lambda again=again: booster.boost(*again))
 
 
-@pytest.mark.parametrize("plugin_class", BOTH)
+@pytest.mark.parametrize("plugin_class", PLUGINS)
 @on_ranks(1)
 def test_an_optimizer_of_another_model_is_refused(plugin_class):
     """It would train weights that no forward uses, and say nothing."""
@@ -154,7 +173,7 @@ def test_a_policy_given_as_its_class_is_taken_or_refused_with_the_way_to_write_i
         assert model(**batch()).loss.isfinite()
 
 
-@pytest.mark.parametrize("plugin_class", BOTH)
+@pytest.mark.parametrize("plugin_class", PLUGINS)
 @on_ranks(1)
 def test_backward_and_no_sync_want_what_boost_returned(plugin_class):
     booster, model, optimizer = boosted(plugin_class(precision="fp32"))
@@ -242,7 +261,7 @@ def test_only_the_group_with_different_batches_is_named():
     assert f"(ranks {rank // 2 * 2}, {rank // 2 * 2 + 1})" in text
 
 
-@pytest.mark.parametrize("plugin_class", BOTH)
+@pytest.mark.parametrize("plugin_class", PLUGINS)
 @on_ranks(1)
 def test_execute_pipeline_wants_an_iterator(plugin_class):
     booster, model, optimizer = boosted(plugin_class(precision="fp32"))

@@ -16,6 +16,7 @@ from torch.optim import AdamW
 import colonnade
 from colonnade.booster import Booster
 from colonnade.booster.plugin import TorchFSDPPlugin
+from colonnade.fsdp import comms
 from colonnade.model.layout import layout_of, local_of
 from colonnade.testing.parity import rows_of
 from colonnade.testing.ranks import on_ranks, run_on_ranks
@@ -162,17 +163,17 @@ def test_nothing_whole_is_left_after_a_step():
 @on_ranks(2)
 def test_the_bf16_parameters_travel_in_bf16_and_gradients_in_the_format_asked_for():
     seen = []
-    original = dist.all_to_all_single
+    original = comms.reduce_scatter_start
 
-    def spy(output, tensor, *args, **kwargs):
-        seen.append(tensor.dtype)
-        return original(output, tensor, *args, **kwargs)
+    def spy(flat, *args, **kwargs):
+        seen.append(flat.dtype)
+        return original(flat, *args, **kwargs)
 
-    dist.all_to_all_single = spy
+    comms.reduce_scatter_start = spy
     try:
         for asked, wanted in ((None, torch.bfloat16), ("fp32", torch.float32)):
             seen.clear()
             backward(*boosted("LL", "bf16", reduce_dtype=asked))
             assert set(seen) == {wanted}
     finally:
-        dist.all_to_all_single = original
+        comms.reduce_scatter_start = original

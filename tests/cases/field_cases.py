@@ -9,8 +9,9 @@ import torch
 from torch.optim import SGD, AdamW
 
 from colonnade.booster import Booster
-from colonnade.booster.plugin import HybridParallelPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from colonnade.booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from colonnade.cluster.mesh import Axis
+from colonnade.comm.collectives import all_gather_object
 from colonnade.testing.logical import gather_parameters
 from colonnade.testing.parity import rows_of
 from colonnade.testing.tiny import ids
@@ -20,14 +21,30 @@ WEIGHT = 2e-5  # after a few steps of AdamW
 IGNORED = -100
 
 
+# name: (plugin, its options). "dp" is the hybrid plugin with nothing split; ranks that are left make the data-parallel axis.
+PLUGINS = {
+    "ddp": (TorchDDPPlugin, {}),
+    "fsdp": (TorchFSDPPlugin, {}),
+    "zero 1": (LowLevelZeroPlugin, {"stage": 1}),
+    "zero 2": (LowLevelZeroPlugin, {"stage": 2}),
+    "dp": (HybridParallelPlugin, {}),
+    "dp, zero 1": (HybridParallelPlugin, {"zero_stage": 1}),
+    "dp, zero 2": (HybridParallelPlugin, {"zero_stage": 2}),
+    "tp2": (HybridParallelPlugin, {"tp_size": 2}),
+    "tp4": (HybridParallelPlugin, {"tp_size": 4}),
+    "tp2, zero 1": (HybridParallelPlugin, {"tp_size": 2, "zero_stage": 1}),
+    "tp2, zero 2": (HybridParallelPlugin, {"tp_size": 2, "zero_stage": 2}),
+}
+DATA_PARALLEL = [name for name in PLUGINS if not name.startswith("tp")]
+WITH_TENSOR_PARALLEL = ["tp2", "tp2, zero 1", "tp2, zero 2"]
+# for tests of two data-parallel replicas: (name, ranks)
+TWO_REPLICAS = [(name, 2) for name in DATA_PARALLEL] + [(name, 4) for name in WITH_TENSOR_PARALLEL]
+
+
 def make_plugin(name, **options):
-    """By name: "ddp", "fsdp", "dp" (hybrid, nothing split), "tp2", "tp4". Ranks that are left make the data-parallel axis."""
-    options = {"precision": "fp32"} | options
-    if name == "ddp":
-        return TorchDDPPlugin(**options)
-    if name == "fsdp":
-        return TorchFSDPPlugin(**options)
-    return HybridParallelPlugin(tp_size=1 if name == "dp" else int(name.removeprefix("tp")), **options)
+    """The plugin of that name, in fp32 where `options` say nothing else."""
+    plugin, own = PLUGINS[name]
+    return plugin(**{"precision": "fp32"} | own | options)
 
 
 def sgd(model):
@@ -172,6 +189,17 @@ class Boosted:
         assert all(tensor.missing == 0 for tensor in found.values())
         assert {name: t.spread for name, t in found.items() if t.spread} == {}
         return {name: tensor.value for name, tensor in found.items()}
+
+    def steps(self):
+        """The steps that Adam has counted, by name of the parameter: one number, on which all ranks that count agree."""
+        names = {p: name for name, p in self.user.named_parameters()}
+        units = [unit for group in getattr(self.optimizer.stepped, "units", []) for unit in group]  # ZeRO's
+        counted = [(names[p], unit.tensor) for unit in units for p in unit.params]
+        counted = counted or [(name, p) for p, name in names.items()]
+        mine = {(name, float(self.optimizer.state[t].get("step", 0))) for name, t in counted if t.numel()}
+        found = set().union(*all_gather_object(mine, self.plugin.mesh.world))
+        assert len(found) == len(dict(found)), found
+        return dict(found)
 
     def gradients_by_step(self):
         """Take the step of SGD with lr 1 and return what it subtracted: the gradients (after clipping)."""

@@ -3,7 +3,18 @@
 import pytest
 import torch
 import transformers
-from field_cases import GRADIENT, IGNORED, LOSS, Boosted, Single, assert_close, norm_of, whole_batch
+from field_cases import (
+    DATA_PARALLEL,
+    GRADIENT,
+    IGNORED,
+    LOSS,
+    TWO_REPLICAS,
+    Boosted,
+    Single,
+    assert_close,
+    norm_of,
+    whole_batch,
+)
 
 from colonnade.testing.ranks import run_on_ranks
 from colonnade.testing.tiny import tiny_model
@@ -41,7 +52,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("given", [{}, {"num_items_in_batch": 18}], ids=["token-weighted", "num_items_in_batch"])
-@pytest.mark.parametrize("plugin, world", [("ddp", 2), ("dp", 2), ("fsdp", 2), ("tp2", 4)])
+@pytest.mark.parametrize("plugin, world", TWO_REPLICAS)
 def test_unequal_ranks_give_the_mean_over_all_targets(plugin, world, given, way):
     one = Single(tiny_model("LL")).step(unequal_batch())
     assert (one.losses[0], one.norms[0]) == (pytest.approx(4.523951, abs=1e-6), pytest.approx(5.518390, rel=1e-6))
@@ -74,7 +85,7 @@ def rank_without_targets():
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("plugin", ["dp", "ddp", "fsdp"])
+@pytest.mark.parametrize("plugin", DATA_PARALLEL)
 def test_a_rank_without_targets_weighs_nothing(plugin, way):
     one = Single(tiny_model("LL")).step(rank_without_targets())
     through, options = WAYS[way]
@@ -104,7 +115,7 @@ def backward_masked_lm(plugin, batch, through):
 
 @pytest.mark.parametrize("through", ["backward", "pipeline"])
 @pytest.mark.parametrize("batch_fn", [unequal_batch, rank_without_targets])
-@pytest.mark.parametrize("plugin", ["dp", "ddp", "fsdp"])
+@pytest.mark.parametrize("plugin", DATA_PARALLEL)
 def test_a_model_with_its_own_loss_is_averaged_over_all_targets(plugin, batch_fn, through):
     one = Single(masked_lm()).step(batch_fn())
     for loss, gradients, norm in run_on_ranks(2, backward_masked_lm, plugin, batch_fn(), through, timeout_s=30):
@@ -122,7 +133,7 @@ def rows_one_by_one(plugin):
     return losses, gradients, run.model(**rows[1]).loss.item()
 
 
-@pytest.mark.parametrize("plugin", ["dp", "ddp", "fsdp"])
+@pytest.mark.parametrize("plugin", DATA_PARALLEL)
 def test_accumulated_rows_with_one_without_targets(plugin):
     one = Single(tiny_model("LL")).step(gappy_batch())
     [(losses, gradients, empty)] = run_on_ranks(1, rows_one_by_one, plugin)

@@ -1,6 +1,7 @@
 """CKPT-1: what is saved is a complete Hugging Face checkpoint. RES-3: loaded weights are not undone by master weights."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from safetensors import safe_open
 from torch.optim import SGD, AdamW
 from transformers import AutoModelForCausalLM
 
+from colonnade.precision.loss_scale import LossScale
 from colonnade.testing.ranks import run_on_ranks
 from colonnade.testing.tiny import ids, tiny_model
 
@@ -39,7 +41,10 @@ def config_of(folder):
 
 
 @pytest.mark.parametrize("model, keys, total_size", [("LL", 39, 164992), ("LT", 38, 156800)])
-@pytest.mark.parametrize("plugin, world", [("tp2", 2), ("tp2", 4), ("ddp", 2), ("fsdp", 2), ("fsdp", 3)])
+@pytest.mark.parametrize(
+    "plugin, world",
+    [("tp2", 2), ("tp2", 4), ("ddp", 2), ("zero 1", 2), ("zero 2", 3), ("tp2, zero 1", 4), ("fsdp", 2), ("fsdp", 3)],
+)
 def test_saved_folder_is_a_complete_checkpoint(plugin, world, model, keys, total_size, tmp_path):
     run_on_ranks(world, save, plugin, model, tmp_path)
     original = tiny_model(model).eval()
@@ -74,22 +79,47 @@ def still_adamw(model):
     return AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
 
 
-def load_step_save(plugin, source, folder):
+def load_step_save(plugin, precision, source, folder):
+    """Load at once, and into a model that has trained already; then a step that changes nothing, and save."""
     for optimizer_fn in (still_sgd, still_adamw):
-        run = Boosted(plugin, tiny_model("LL"), optimizer_fn, precision="bf16")
-        run.booster.load_model(run.model, source)
-        run.step(whole_batch())
-        run.booster.save_model(run.model, folder / optimizer_fn.__name__)
+        for trained in (False, True):
+            scale = LossScale(initial=256)
+            run = Boosted(plugin, tiny_model("LL"), optimizer_fn, precision=precision, loss_scale=scale)
+            if trained:
+                for group in run.optimizer.param_groups:
+                    group["lr"] = 0.1
+                run.step(whole_batch())
+                for group in run.optimizer.param_groups:
+                    group["lr"] = 0.0
+            run.booster.load_model(run.model, source)
+            run.step(whole_batch())
+            assert math.isfinite(run.optimizer.grad_norm), "no step has been left out"
+            run.booster.save_model(run.model, folder / f"{optimizer_fn.__name__} {trained}")
 
 
-@pytest.mark.parametrize("plugin, saved", [("tp2", torch.bfloat16), ("ddp", torch.bfloat16), ("fsdp", torch.float32)])
-def test_loaded_weights_survive_the_next_step_in_bf16(plugin, saved, tmp_path):
+@pytest.mark.parametrize("precision, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize(
+    "plugin, world",
+    [
+        ("tp2", 2),
+        ("dp", 2),
+        ("ddp", 2),
+        ("zero 1", 2),
+        ("zero 2", 2),
+        ("tp2, zero 1", 4),
+        ("tp2, zero 2", 4),
+        ("fsdp", 2),
+    ],
+)
+def test_loaded_weights_survive_the_next_step_in_16_bits(plugin, world, precision, dtype, tmp_path):
     other = tiny_model("LL", noise_seed=2)
     other.save_pretrained(tmp_path / "B")
-    run_on_ranks(2, load_step_save, plugin, tmp_path / "B", tmp_path)
+    run_on_ranks(world, load_step_save, plugin, precision, tmp_path / "B", tmp_path)
+    saved = torch.float32 if plugin == "fsdp" else dtype  # FSDP keeps its parameters in float32
     for optimizer_fn in (still_sgd, still_adamw):
-        tensors, _ = read(tmp_path / optimizer_fn.__name__)
-        assert len(tensors) == 39
-        for name, value in other.named_parameters():
-            assert tensors[name].dtype == saved
-            assert torch.equal(tensors[name], value.to(saved)), name
+        for trained in (False, True):
+            tensors, _ = read(tmp_path / f"{optimizer_fn.__name__} {trained}")
+            assert len(tensors) == 39
+            for name, value in other.named_parameters():
+                assert tensors[name].dtype == saved
+                assert torch.equal(tensors[name], value.to(saved)), name

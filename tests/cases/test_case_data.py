@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from field_cases import GRADIENT, LOSS, Boosted, Single, assert_close, make_plugin
+from field_cases import DATA_PARALLEL, GRADIENT, LOSS, Boosted, Single, assert_close, make_plugin
 from torch.utils.data import Dataset
 
 from colonnade.testing.ranks import run_on_ranks
@@ -179,7 +179,9 @@ def step_on_each_batch(plugin, batch_size):
     return found, loader.order.order(0)
 
 
-@pytest.mark.parametrize("plugin, ranks, batch_size", [("dp", 2, 2), ("dp", 3, 2), ("ddp", 3, 2), ("ddp", 4, 1)])
+@pytest.mark.parametrize(
+    "plugin, ranks, batch_size", [("dp", 2, 2), ("ddp", 4, 1), *[(name, 3, 2) for name in DATA_PARALLEL]]
+)
 def test_a_ragged_last_batch_is_averaged_over_its_targets(plugin, ranks, batch_size):
     """7 rows: 4 + 3 on two ranks, 6 + 1 (and 2 again) on three, 4 + 3 (and 1 again) on four."""
     answers = run_on_ranks(ranks, step_on_each_batch, plugin, batch_size)

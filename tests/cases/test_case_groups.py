@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from field_cases import Boosted, Trained, assert_equal_bits, whole_batch
+from field_cases import DATA_PARALLEL, TWO_REPLICAS, Boosted, Trained, assert_equal_bits, whole_batch
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -39,7 +39,7 @@ def train_partly_frozen(plugin):
     return found
 
 
-@pytest.mark.parametrize("plugin, world", [("ddp", 2), ("dp", 2), ("fsdp", 2), ("tp2", 2), ("tp2", 4)])
+@pytest.mark.parametrize("plugin, world", [*TWO_REPLICAS, ("tp2", 2)])
 def test_frozen_parameters_are_untouched(plugin, world):
     trained = Trained(partly_frozen, over_trainable, [whole_batch()] * 2, max_norm=1.0)
     one, start = trained.one, dict(partly_frozen().named_parameters())
@@ -82,7 +82,7 @@ def train_two_groups(plugin):
     return rates, same, decays, scheduler.get_last_lr(), run.weights()
 
 
-@pytest.mark.parametrize("plugin, world", [("ddp", 2), ("dp", 2), ("fsdp", 2), ("tp2", 2)])
+@pytest.mark.parametrize("plugin, world", [*TWO_REPLICAS, ("tp2", 2)])
 def test_groups_keep_their_rates_and_decay(plugin, world):
     trained = Trained(lambda: tiny_model("LL"), two_groups, [whole_batch()] * 3, scheduler_fn=schedule)
     for rates, same, decays, last, weights in run_on_ranks(world, train_two_groups, plugin):
@@ -99,7 +99,7 @@ def gradients_of_frozen(plugin):
     return [name for name, p in run.user.named_parameters() if not p.requires_grad and p.grad is not None]
 
 
-@pytest.mark.parametrize("plugin", ["ddp", "fsdp", "tp2"])
+@pytest.mark.parametrize("plugin", [*DATA_PARALLEL, "tp2"])
 def test_frozen_parameters_get_no_gradient(plugin):
     assert run_on_ranks(2, gradients_of_frozen, plugin) == [[], []]
     assert torch.is_grad_enabled()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from field_cases import GRADIENT, Boosted, assert_close, assert_equal_bits, make_plugin, sgd
+from field_cases import DATA_PARALLEL, GRADIENT, Boosted, assert_close, assert_equal_bits, make_plugin, sgd
 from torch import nn
 from torch.optim import AdamW
 
@@ -10,7 +10,16 @@ from colonnade.shardformer import Policy
 from colonnade.testing.ranks import run_on_ranks
 
 USES_B = (True, False, False, True)
-PLUGINS = ["ddp", "fsdp", "dp", "dp with an empty policy"]
+IN_PARTS = {"cpu_offload": True, "bucket_bytes": 100}  # less than half of a matrix here
+MORE = {  # name: (plugin, what is added to its options)
+    "ddp": ("ddp", {"find_unused_parameters": True}),
+    "zero 1, offloaded": ("zero 1", {"cpu_offload": True}),
+    "zero 1, offloaded in parts": ("zero 1", IN_PARTS),
+    "zero 2, offloaded": ("zero 2", {"cpu_offload": True}),
+    "zero 2, offloaded in parts": ("zero 2", IN_PARTS),
+    "fsdp, offloaded": ("fsdp", {"cpu_offload": True}),
+}
+PLUGINS = list(dict.fromkeys([*DATA_PARALLEL, *MORE, "dp with an empty policy"]))
 
 
 class TwoLinears(nn.Module):
@@ -32,11 +41,10 @@ class NothingToSplit(Policy):
 
 
 def plugin_for(name, **options):
-    if name == "ddp":
-        return make_plugin("ddp", find_unused_parameters=True, **options)
-    if name == "fsdp":
-        return make_plugin("fsdp", **options)
-    return make_plugin("dp", custom_policy=None if name == "dp" else NothingToSplit(), **options)
+    if name == "dp with an empty policy":
+        return make_plugin("dp", custom_policy=NothingToSplit(), **options)
+    plugin, more = MORE.get(name, (name, {}))
+    return make_plugin(plugin, **more | options)
 
 
 def inputs(rank):
@@ -60,7 +68,7 @@ def four_steps_on_ranks(name):
         run.booster.backward(loss, run.optimizer)
         run.optimizer.step()
         after.append(run.weights())
-    return after, steps_of(run.optimizer, run.user)
+    return after, run.steps()
 
 
 def four_steps_in_one_process():
@@ -100,7 +108,7 @@ def used_by_one_rank(name, user_rank):
         counting.booster.backward(loss, counting.optimizer)
         counting.optimizer.step()
     counting.weights()  # compares the replicas
-    return gradients, run.optimizer.grad_norm, steps_of(counting.optimizer, counting.user)
+    return gradients, run.optimizer.grad_norm, counting.steps()
 
 
 @pytest.mark.parametrize("user_rank", [0, 1])

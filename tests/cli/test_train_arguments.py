@@ -56,6 +56,7 @@ def llama_folder(folder: Path, **changes: object) -> Path:
         ("--preset nano --batch 16 --dp 2 --microbatch-size 3", ["3 does not divide the 8 sequences", "1, 2, 4, 8"]),
         ("--preset nano --steps 0 --lr -1 --seq 1", ["3 problems", "--steps", "--lr", "--seq"]),
         ("--preset nano --precision fp64", ["'fp64' is not one of fp32, bf16"]),
+        ("--preset nano --dp 2 --zero-stage 3", ["--zero-stage", "3 is not one of 0, 1, 2"]),
         ("--preset nano --held-out 100", ["between 0 and 100 percent"]),
         ("--preset nano --vocab-size 100", ["at least 257"]),
         ("--preset nano --data MISSING", ["MISSING does not exist"]),
@@ -101,10 +102,12 @@ def test_several_gguf_files_need_a_choice(text, tmp_path, started, capsys):
 
 def test_good_arguments_start_tp_times_dp_processes_and_leave_no_work_folder(text, tmp_path, started, capsys):
     output = tmp_path / "out"
-    arguments = ["--preset", "nano", "--tp", "3", "--nproc", "6", "--seq", "16", "--data", str(text)]
+    arguments = ["--preset", "nano", "--tp", "3", "--nproc", "6", "--zero-stage", "2", "--seq", "16", "--data"] + [
+        str(text)
+    ]
     assert main(["train", *arguments, "--output", str(output)]) == 0
     assert started == [6]
-    assert "tp 3 × dp 2" in capsys.readouterr().out
+    assert "starting 6 processes: tp 3 × dp 2, ZeRO-2" in capsys.readouterr().out
     assert [file.name for file in output.iterdir()] == ["run.json"]
 
 
@@ -133,9 +136,10 @@ def parse(arguments: list[str]) -> TrainOptions:
 
 
 def test_options_survive_the_way_to_the_ranks():
-    layout = ["--tp", "2", "--dp", "2", "--microbatch-size", "2"]
+    layout = ["--tp", "2", "--dp", "2", "--microbatch-size", "2", "--zero-stage", "1", "--precision", "fp16"]
     options = parse(["--output", "o", "--data", "d", "--prompt", "hi", "--max-norm", "0.5", *layout])
     assert TrainOptions.from_json(json.loads(json.dumps(options.to_json()))) == options
+    assert (options.layout.zero_stage, options.layout.precision) == (1, "fp16")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import math
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -50,6 +52,20 @@ def test_every_step_is_one_line_of_metrics(tmp_path):
     assert lines[-1]["held_out_loss"] == 4.0
 
 
+def test_a_step_that_fp16_has_left_out_is_said_and_counted(tmp_path):
+    screen = io.StringIO()
+    with Reporter(tmp_path / "m", 2, Console(file=screen, width=200)) as reporter:
+        reporter.step(replace(record(1), grad_norm=math.inf, loss_scale=32768.0))
+        reporter.step(replace(record(2), loss_scale=32768.0))
+    assert reporter.left_out == 1
+    first, second = screen.getvalue().splitlines()
+    assert first.endswith("loss scale 32768  left out: gradients overflowed") and second.endswith("loss scale 32768")
+    left_out, made = [
+        json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "m").read_text().splitlines()
+    ]
+    assert left_out["grad_norm"] is None and left_out["loss_scale"] == 32768 and made["grad_norm"] == 1.5
+
+
 @pytest.mark.parametrize(("name", "begins"), [("loss.png", b"\x89PNG"), ("loss.svg", b"<?xml")])
 def test_curve_is_drawn_without_a_display(tmp_path, name, begins):
     draw_curve(tmp_path / name, [3.0, 2.0, 1.0], [(0, 3.5), (3, 1.5)], 2.5, "title")
@@ -65,4 +81,8 @@ def test_summary_says_on_which_side_of_the_unigram_entropy_the_loss_is():
     assert "4.0000 nats per token (perplexity 54.6) over 1,000 tokens, below the unigram entropy" in text
     assert "6.0000 nats per token" in text
     assert "AutoModelForCausalLM.from_pretrained('out')" in text
+    assert "tp 2 × dp 2, fp32; 10 parameters" in text and "left out" not in text
+    with_zero = "\n".join(summary_lines(summary | {"zero_stage": 1, "precision": "fp16", "steps_left_out": 2}))
+    assert "tp 2 × dp 2, ZeRO-1, fp16; 10 parameters" in with_zero
+    assert "left out         2 steps in which fp16 gradients overflowed" in with_zero
     assert "not below" in "\n".join(summary_lines(summary | {"held_out_loss": 7.0}))

@@ -56,7 +56,9 @@ def one_process(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output
 
 
-@pytest.mark.parametrize("layout", ["--tp 3", "--tp 4", "--tp 2 --dp 2 --microbatch-size 3"])
+@pytest.mark.parametrize(
+    "layout", ["--tp 3", "--tp 4", "--tp 2 --dp 2 --microbatch-size 3", "--tp 2 --dp 2 --zero-stage 2"]
+)
 def test_losses_are_those_of_one_process(layout, text, one_process, tmp_path):
     result = train(COMMON + layout, text, tmp_path / "out")
     assert result.returncode == 0, result.stdout + result.stderr
@@ -73,6 +75,15 @@ def test_losses_are_those_of_one_process(layout, text, one_process, tmp_path):
         assert abs(summary(tmp_path / "out")[key] - summary(one_process)[key]) <= 1e-4
     assert ours[-1]["loss"] < ours[0]["loss"]
     check_loads_in_plain_transformers(tmp_path / "out")
+
+
+def test_fp16_with_zero_comes_close_and_says_its_loss_scale(text, one_process, tmp_path):
+    result = train(COMMON + "--dp 2 --zero-stage 1 --precision fp16", text, tmp_path / "out")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "tp 1 × dp 2, ZeRO-1, fp16" in result.stdout
+    assert all(line["loss_scale"] == 2**16 for line in metrics(tmp_path / "out"))
+    assert abs(summary(tmp_path / "out")["held_out_loss"] - summary(one_process)["held_out_loss"]) <= 1e-2
+    assert summary(tmp_path / "out")["steps_left_out"] == 0
 
 
 def check_loads_in_plain_transformers(output: Path) -> None:

@@ -30,13 +30,13 @@ def run_folder(folder):
     run_job(Path(folder))
 
 
-def certificate_of(folder, model, tp=2, dp=1, steps=2, policy=None, **fields):
+def certificate_of(folder, model, tp=2, dp=1, steps=2, policy=None, zero_stage=0, **fields):
     """Run a job on the pool of ranks; the certificate."""
     if fields:
         AutoConfig.for_model(model, **fields).save_pretrained(folder)
         model = str(folder)
     policy = policy and f"{WRONG}:{policy}"
-    job = prepare(find_config(model, tp), Layout(tp, dp, policy), steps, folder)
+    job = prepare(find_config(model, tp), Layout(tp, dp, policy, zero_stage), steps, folder)
     run_on_ranks(tp * dp, run_folder, str(folder))
     return make_certificate(job)
 
@@ -72,10 +72,13 @@ def test_a_family_with_a_policy_is_the_same(tmp_path, model):
         ("llama", {"tp": 4}, {"num_attention_heads": 32, "num_key_value_heads": 2, "attention_bias": True}),
         ("qwen3", {"tp": 2}, {"num_attention_heads": 16, "num_key_value_heads": 1, "hidden_size": 1024}),
         ("gpt2", {"tp": 2}, {"n_head": 25, "n_embd": 1600}),
+        ("llama", {"tp": 2, "dp": 2, "zero_stage": 1}, {"tie_word_embeddings": True}),
+        ("gpt2", {"tp": 1, "dp": 2, "zero_stage": 2}, {}),
     ],
     ids=[
         *("tp 2 × dp 2", "tp 4, grouped", "biases and ties", "narrow embedding", "dp 2"),
         *("9 heads", "2 keys on 4 ranks", "1 key with head norms", "25 heads"),
+        *("ZeRO-1", "ZeRO-2"),
     ],
 )
 def test_layouts_and_variants_are_the_same(tmp_path, model, layout, fields):
@@ -184,8 +187,31 @@ def test_a_certificate_says_what_was_verified(tmp_path):
     assert "created" in read and read["format"] == 1
 
 
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+def test_a_certificate_says_what_travels_over_data_parallel_ranks(tmp_path, zero_stage):
+    certificate = certificate_of(tmp_path, "llama", tp=1, dp=2, steps=1, zero_stage=zero_stage)
+    traffic = {t["operation"]: t["elements"] for t in certificate["traffic_per_step"] if t["axis"] == "dp"}
+    held = certificate["parameters_of_rank_0"]
+    small = 100  # the loss, the norm, and which parameters were used
+    if zero_stage:
+        assert "all_reduce" not in traffic
+        assert held <= traffic["reduce_scatter"] <= held + small and held <= traffic["all_gather"] <= held + small
+    else:
+        assert traffic["all_reduce"] == held
+    text = certificate_text(certificate)
+    assert ("tp 1 × dp 2, ZeRO" in text) == bool(zero_stage)
+    assert f"over dp 2.00 elements for each of the {held:,} parameters of rank 0" in text
+    assert certificate["layout"]["zero_stage"] == zero_stage
+
+
+def test_a_wrong_backward_is_named_under_zero_too(tmp_path):
+    places = certificate_of(tmp_path, "llama", dp=2, zero_stage=2, policy="WrongGradient")["places"]
+    assert places["forward"] is None
+    assert places["backward"]["module"] in ("model.layers.1.mlp.up_proj", "model.layers.1.mlp.gate_proj")
+
+
 def test_a_job_is_read_as_it_was_written(tmp_path):
-    job = prepare(find_config("llama"), Layout(2, 1, f"{WRONG}:RightLlama"), 3, tmp_path)
+    job = prepare(find_config("llama"), Layout(2, 2, f"{WRONG}:RightLlama", 1), 3, tmp_path)
     assert Job.read(tmp_path) == job
     assert job.config().hidden_size == shrink(find_config("llama").config).hidden_size
 
@@ -233,6 +259,8 @@ def test_the_command_ends_with_1_and_names_the_place_where_they_differ():
         (["llama", "--tp", "64"], "tp_size=64 does not fit"),
         (["llama", "--steps", "0"], "at least 1 step"),
         (["llama", "--dp", "0"], "--dp 0"),
+        (["llama", "--zero-stage", "1"], "over one there is nothing to deal out"),
+        (["llama", "--dp", "2", "--zero-stage", "3"], "there are 0, 1, 2"),
         (["llama", "--policy", f"{WRONG}:Misspelled"], 'has no "q_prj"'),
         (["nothing-there"], "there is no model 'nothing-there'"),
     ],

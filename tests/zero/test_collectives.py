@@ -30,13 +30,13 @@ def part(flat, sizes, rank):
 @contextmanager
 def calls_of_torch():
     """Names of torch's collectives that are called inside, and how many elements each gives away."""
-    names = ("all_to_all_single", "all_reduce", "reduce_scatter_tensor", "broadcast", "all_gather_into_tensor")
+    names = ("isend", "all_to_all_single", "all_reduce", "reduce_scatter_tensor", "broadcast", "all_gather_into_tensor")
     names += tuple(name for name in ("reduce_scatter_single", "all_gather_single") if hasattr(dist, name))
     seen, originals = [], {name: getattr(dist, name) for name in names}
 
     def spy(name):
         def call(*args, **kwargs):
-            given = args[1] if name not in ("all_reduce", "broadcast") else args[0]
+            given = args[1] if name not in ("all_reduce", "broadcast", "isend") else args[0]
             seen.append((name, given.numel()))
             return originals[name](*args, **kwargs)
 
@@ -58,13 +58,13 @@ def sums_of_parts(sizes, dtype, pooled):
     pool = BufferPool()
     workspace = (lambda n: pool.take(n, dtype, torch.device("cpu"))) if pooled else None
     wanted = part(torch.stack(of_ranks).double().sum(0), sizes, axis.rank)
-    once = {torch.float32: 0.0, torch.bfloat16: 2**-9, torch.float16: 2**-12}[dtype]  # half of the last digit
+    once = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]  # half of the last digit
     bound = once * wanted.abs() + 3e-7 * part(torch.stack(of_ranks).double().abs().sum(0), sizes, axis.rank)
     sent = of_ranks[axis.rank].clone()
     with ledger() as book, calls_of_torch() as seen:
         out = torch.full((sizes[axis.rank],), 7.0, dtype=dtype)
         reduce_scatter_start(sent, sizes, axis, workspace).wait(out)
-    assert ((out.double() - wanted).abs() <= 2 * bound).all(), "added up in float32 and rounded once"
+    assert ((out.double() - wanted).abs() <= bound).all(), "added up in float32 and rounded once"
     assert torch.equal(sent, of_ranks[axis.rank]), "what was sent is as it was"
     added = torch.full((sizes[axis.rank],), 2.5)
     reduce_scatter_start(sent, sizes, axis, workspace).wait(added, add=True)
@@ -78,8 +78,9 @@ def sums_of_parts(sizes, dtype, pooled):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_rank_gets_the_sum_of_its_part(ranks, dtype):
     for sizes, pooled in ((EVEN, False), (UNEVEN, False), (EVEN, True), (UNEVEN, True)):
-        for seen in run_on_ranks(ranks, sums_of_parts, sizes, dtype, pooled):
-            assert seen == [("all_to_all_single", sum(sizes[:ranks]))], "each element travels once"
+        for rank, seen in enumerate(run_on_ranks(ranks, sums_of_parts, sizes, dtype, pooled)):
+            others = [("isend", size) for index, size in enumerate(sizes[:ranks]) if size and index != rank]
+            assert sorted(seen) == sorted(others), "each element travels once"
 
 
 def of_nothing(sizes):
@@ -120,13 +121,13 @@ def test_a_bfloat16_sum_is_rounded_once():
     assert out.item() == 1 + 2**-7 + 2**-8
 
 
-@on_ranks(2)
+@on_ranks(3)
 def test_a_part_may_be_a_view_of_what_was_sent():
     axis = Axis.of(None, "dp")
-    flat = torch.full((6,), 1.0 + axis.rank)
-    own = part(flat, (3, 3), axis.rank)
-    reduce_scatter_start(flat, (3, 3), axis).wait(own)
-    assert torch.equal(own, torch.full((3,), 3.0))
+    flat = torch.full((9,), 10.0**axis.rank)
+    own = part(flat, (3, 3, 3), axis.rank)
+    reduce_scatter_start(flat, (3, 3, 3), axis).wait(own)
+    assert torch.equal(own, torch.full((3,), 111.0))
 
 
 def parts_of_all(sizes, dtype):
@@ -149,9 +150,9 @@ def parts_of_all(sizes, dtype):
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_every_rank_gets_the_parts_of_all(ranks, dtype):
-    run_on_ranks(ranks, parts_of_all, EVEN, dtype)
-    for seen in run_on_ranks(ranks, parts_of_all, UNEVEN, dtype):
-        assert seen == [("broadcast", size) for size in UNEVEN[:ranks] if size]
+    for sizes in (EVEN, UNEVEN):
+        for rank, seen in enumerate(run_on_ranks(ranks, parts_of_all, sizes, dtype)):
+            assert seen == [("isend", sizes[rank])] * (ranks - 1 if sizes[rank] else 0), "to each other rank once"
 
 
 @on_ranks(3)

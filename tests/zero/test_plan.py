@@ -189,7 +189,7 @@ def test_whole_parameters_are_dealt_out_alike_on_all_tensor_parallel_ranks(logic
 def test_whole_parameters_are_dealt_out_evenly(numels, ranks, bucket_bytes):
     """No rank has more than the least loaded one and the largest parameter: what greedy dealing promises."""
     params = [parameter(numel) for numel in numels]
-    loads = Counter({rank: 0 for rank in range(ranks)})
+    loads = Counter(dict.fromkeys(range(ranks), 0))
     for param, pieces in owned_by(plan(params, ranks, bucket_bytes, whole=True), ranks).items():
         loads[pieces[0][2]] += param.numel()
     assert max(loads.values()) - min(loads.values()) <= max(numels)

@@ -101,12 +101,18 @@ class BoostedModel(nn.Module):
         if not isinstance(loss, torch.Tensor) or loss.dim():
             return output
         count = count_targets(inputs, shifted=False)
-        total = loss * count if count else zero_from(output)  # a mean over no labels is NaN
+        total = loss.float() * count if count else zero_from(output)  # a mean over no labels is NaN
         mean = mean_over_ranks(total, count, self.mesh.axis("dp"))
         if isinstance(output, tuple):
             return (mean, *output[1:])
         output["loss"] = mean
         return output
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the accumulated gradients, wherever they are."""
+        super().zero_grad(set_to_none)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
 
     def __deepcopy__(self, memo: dict) -> Any:
         raise UsageError(
@@ -133,4 +139,4 @@ def zero_from(output: Any) -> torch.Tensor:
     found = tensors[0] if tensors else loss
     if found is None:
         raise UsageError("the model's output holds no tensor that depends on its parameters.")
-    return (found * 0).nan_to_num(0.0).sum()
+    return (found.float() * 0).nan_to_num(0.0).sum()

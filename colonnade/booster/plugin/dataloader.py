@@ -385,11 +385,12 @@ def _default_generators() -> Iterator[Callable[[int], None]]:
         if numpy is not None:
             numpy.random.seed(number % 2**32)  # the range NumPy takes
 
-    before = torch.default_generator.get_state(), random.getstate(), numpy and numpy.random.get_state()
+    before = torch.default_generator.get_state(), random.getstate()
+    before_numpy = None if numpy is None else numpy.random.get_state()
     try:
         yield seed
     finally:
         torch.default_generator.set_state(before[0])
         random.setstate(before[1])
-        if numpy is not None:
-            numpy.random.set_state(before[2])
+        if before_numpy is not None:
+            numpy.random.set_state(before_numpy)

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +18,13 @@ from colonnade.booster.plugin.start import start_alike
 from colonnade.cluster.device import current_device
 from colonnade.cluster.mesh import Axis, ParallelMesh
 from colonnade.comm.collectives import all_reduce_async
+from colonnade.errors import ConfigError, explain
 from colonnade.precision.clipping import Clipping
 from colonnade.precision.loss_scale import LossScale
 from colonnade.precision.precision import DEFAULT_PRECISION, cast_parameters
 from colonnade.shardformer.layer.loss import LossAverage, average_causal_loss
+
+_DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 
 
 class TorchDDPPlugin(DPPluginBase):
@@ -28,12 +32,18 @@ class TorchDDPPlugin(DPPluginBase):
 
     Args:
         broadcast_buffers, bucket_cap_mb, find_unused_parameters, gradient_as_bucket_view, static_graph: as
-            torch.nn.parallel.DistributedDataParallel, which see.
+            torch.nn.parallel.DistributedDataParallel, which see. With `static_graph` the first backward of all reduces
+            even under `no_sync`, as torch learns the graph from it, and there are no micro-batches.
+        check_reduction: has no effect in torch any more; taken for scripts that give it.
+        bucket_cap_mb_list, skip_all_reduce_unused_params, batched_grad_copy: as there; None and False leave them out.
         precision: "bf16" or "fp16" (parameters and activations in 16 bits, optimizer on float32 master weights), or "fp32".
         max_norm: gradients are clipped to this global norm; 0 leaves them.
         max_value: every entry of a gradient is clipped to this size instead; 0 leaves them.
         loss_scale: how the loss scale of fp16 starts and moves.
         num_microbatches, microbatch_size: how `execute_pipeline` cuts a batch; by default not at all.
+
+    Raises:
+        ConfigError: an option that the installed torch does not have, or `static_graph` together with micro-batches.
     """
 
     def __init__(
@@ -41,9 +51,13 @@ class TorchDDPPlugin(DPPluginBase):
         broadcast_buffers: bool = True,
         bucket_cap_mb: float = 25,
         find_unused_parameters: bool = False,
+        check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         *,
+        bucket_cap_mb_list: list[int] | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        batched_grad_copy: bool = False,
         precision: str = DEFAULT_PRECISION,
         max_norm: float = 0.0,
         max_value: float = 0.0,
@@ -51,17 +65,23 @@ class TorchDDPPlugin(DPPluginBase):
         num_microbatches: int | None = None,
         microbatch_size: int | None = None,
     ) -> None:
+        if static_graph and (microbatch_size is not None or num_microbatches not in (None, 1)):
+            # the first of them would have to reduce, and a rank with a shorter batch has fewer of them
+            raise ConfigError("static_graph=True cannot be used with micro-batches; leave one of them out.")
         clipping = Clipping(max_norm, max_value)
         super().__init__(ParallelMesh(), precision, clipping, loss_scale, microbatch_size, num_microbatches)
-        self.ddp_options: dict[str, Any] = {
-            "bucket_cap_mb": bucket_cap_mb,
-            "find_unused_parameters": find_unused_parameters,
-            "gradient_as_bucket_view": gradient_as_bucket_view,
-            "static_graph": static_graph,
-        }
+        self.ddp_options = _known_to_torch(
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            batched_grad_copy=batched_grad_copy,
+        )
         if not broadcast_buffers:
             # torch 2.13 renamed the option
-            newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+            newer = "forward_sync_buffers" in _DDP_OPTIONS
             self.ddp_options["forward_sync_buffers" if newer else "broadcast_buffers"] = False
 
     def configure(
@@ -90,21 +110,63 @@ class TorchDDPPlugin(DPPluginBase):
         axis = self.mesh.axis("dp")
         if axis.size == 1 or not any(p.requires_grad for p in model.parameters()):
             return None
-        ddp = DistributedDataParallel(model, process_group=axis.group, **self.ddp_options)
-        ddp.register_comm_hook(axis, average_bucket)
-        return ddp
+        return AveragingDDP(model, axis, **self.ddp_options)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
         module = boosted_model(model).module
-        return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()
+        if not isinstance(module, AveragingDDP) or (module.static_graph and not module.averaging.begun):
+            return nullcontext()  # a static graph is learned in a backward that reduces; under no_sync torch breaks
+        return module.no_sync()
 
     def __repr__(self) -> str:
         return f"TorchDDPPlugin({self.mesh!r}, {self.precision})"
 
 
-def average_bucket(axis: Axis, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+@dataclass
+class Averaging:
+    """What the communication hook knows: over which ranks it averages, and whether it has done so before."""
+
+    axis: Axis
+    begun: bool = False
+
+
+class AveragingDDP(DistributedDataParallel):
+    """torch's DistributedDataParallel over an axis, with its all-reduces in the ledger.
+
+    Args:
+        model: whose gradients are averaged.
+        axis: over which ranks.
+        **options: as torch's.
+    """
+
+    def __init__(self, model: nn.Module, axis: Axis, **options: Any) -> None:
+        super().__init__(model, process_group=axis.group, **options)
+        self.averaging = Averaging(axis)
+        self.register_comm_hook(self.averaging, average_bucket)
+
+
+def average_bucket(averaging: Averaging, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP's communication hook: the same all-reduce as its own, entered in the ledger."""
-    flat = bucket.buffer().div_(axis.size)
-    work = all_reduce_async(flat, axis)
+    averaging.begun = True
+    flat = bucket.buffer().div_(averaging.axis.size)
+    work = all_reduce_async(flat, averaging.axis)
     future = work.get_future()  # type: ignore[union-attr]  # over one rank there is no DDP
     return future.then(lambda done: done.value()[0])
+
+
+def _known_to_torch(**options: Any) -> dict[str, Any]:
+    """The options that say something, for torch's DistributedDataParallel.
+
+    Raises:
+        ConfigError: the installed torch does not have one of them.
+    """
+    given = {name: value for name, value in options.items() if value is not None and value is not False}
+    unknown = [name for name in given if name not in _DDP_OPTIONS]
+    if unknown:
+        raise ConfigError(
+            explain(
+                f"torch {torch.__version__} has no {', '.join(unknown)} in its DistributedDataParallel.",
+                [("try", "a newer torch, or leave the option out")],
+            )
+        )
+    return given

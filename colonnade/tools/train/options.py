@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from colonnade.errors import ConfigError, explain
 from colonnade.tools.train.presets import find_preset
 
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "bf16", "fp16")
+ZERO_STAGES = (0, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,20 @@ class LayoutOptions:
     dp: int = 1  # data-parallel ranks
     microbatch_size: int | None = None  # sequences per forward pass; None means the whole share of a rank at once
     precision: str = "fp32"
+    zero_stage: int = 0  # 1: optimizer states dealt out over data-parallel ranks; 2: gradients too
 
     @property
     def ranks(self) -> int:
         """Number of processes."""
         return self.tp * self.dp
+
+    def __str__(self) -> str:
+        return layout_in_words(self.tp, self.dp, self.zero_stage)
+
+
+def layout_in_words(tp: int, dp: int, zero_stage: int = 0) -> str:
+    """A layout for a person to read."""
+    return f"tp {tp} × dp {dp}" + (f", ZeRO-{zero_stage}" if zero_stage else "")
 
 
 @dataclass(frozen=True)
@@ -152,6 +162,8 @@ class TrainOptions:
             problems.append(("--held-out", f"{data.held_out_percent} is not between 0 and 100 percent"))
         if layout.precision not in PRECISIONS:
             problems.append(("--precision", f"{layout.precision!r} is not one of {', '.join(PRECISIONS)}"))
+        if layout.zero_stage not in ZERO_STAGES:
+            problems.append(("--zero-stage", f"{layout.zero_stage} is not one of {', '.join(map(str, ZERO_STAGES))}"))
         return problems or self._misfits()
 
     def _misfits(self) -> list[tuple[str, str]]:

@@ -95,6 +95,7 @@ def make_plugin(options: TrainOptions) -> HybridParallelPlugin:
     return HybridParallelPlugin(
         tp_size=layout.tp,
         pp_size=1,
+        zero_stage=layout.zero_stage,
         precision=layout.precision,
         max_norm=options.optimizer.max_norm,
         microbatch_size=layout.microbatch_size,
@@ -154,7 +155,9 @@ def train_step(
     loss = booster.execute_pipeline(batches, model, None, optimizer, return_loss=True)["loss"]
     optimizer.step()
     optimizer.zero_grad()
-    scheduler.step()
+    scaler = optimizer.loss_scaler
+    if scaler is None or math.isfinite(optimizer.grad_norm):  # else the step was left out, and the rate waits for it
+        scheduler.step()
     synchronize()
     now = time.perf_counter()
     tokens = options.optimizer.batch * options.data.sequence
@@ -165,6 +168,7 @@ def train_step(
         lr=rate,
         tokens_per_s=tokens / (now - begin),
         elapsed=now - started,
+        loss_scale=None if scaler is None else scaler.scale,
     )
 
 
@@ -191,6 +195,7 @@ def finish(
         "unigram_entropy": plan.unigram_entropy,
         "held_out_targets": len(plan.held_out_rows) * (options.data.sequence - 1),
         "train_loss": reporter.losses[-1],
+        "steps_left_out": reporter.left_out,
         "held_out": reporter.held_out,
         "steps": opt.steps,
         "tokens_per_s": opt.steps * opt.batch * options.data.sequence / found["seconds"],
@@ -206,7 +211,7 @@ def finish(
     if can_draw():
         before = found["held_out_loss_before"]
         points = [*([] if before is None else [(0, before)]), *reporter.held_out]
-        title = f"tp {layout.tp} × dp {layout.dp}, {found['parameters']:,} parameters"
+        title = f"{layout}, {found['parameters']:,} parameters"
         draw_curve(ready / CURVE, reporter.losses, points, plan.unigram_entropy, title)
     publish(options.output.folder, ready, options.to_json())
     for line in summary_lines(summary):

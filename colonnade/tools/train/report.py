@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from colonnade.tools.train.options import layout_in_words
+
 PLAIN_LINES = 20  # lines printed over a run where there is no terminal
 
 
@@ -26,13 +28,27 @@ class StepRecord:
     lr: float
     tokens_per_s: float  # tokens of the global batch over the time of the step
     elapsed: float  # seconds since the first step began
+    loss_scale: float | None = None  # of the next step, with fp16
+
+    @property
+    def left_out(self) -> bool:
+        """Whether the step was not made, because gradients overflowed in fp16."""
+        return self.loss_scale is not None and not math.isfinite(self.grad_norm)
 
     def line(self, steps: int) -> str:
         """The record for a person to read."""
-        return (
+        text = (
             f"step {self.step:>{len(str(steps))}}/{steps}  loss {self.loss:.4f}  grad norm {self.grad_norm:.3f}  "
             f"lr {self.lr:.2e}  {self.tokens_per_s:,.0f} tokens/s  {self.elapsed:.0f} s"
         )
+        if self.loss_scale is None:
+            return text
+        return f"{text}  loss scale {self.loss_scale:g}" + ("  left out: gradients overflowed" if self.left_out else "")
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as JSON has it, which knows no infinite numbers."""
+        plain = {key: value for key, value in asdict(self).items() if key != "loss_scale" or value is not None}
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()}
 
 
 class Reporter:
@@ -47,6 +63,7 @@ class Reporter:
         self.console = console or Console(highlight=False, soft_wrap=True)
         self.steps = steps
         self.losses: list[float] = []
+        self.left_out = 0  # steps that were not made
         self.held_out: list[tuple[int, float]] = []
         self._file = file.open("w", encoding="utf-8")
         self._progress = self._make_progress() if self.console.is_terminal else None
@@ -80,7 +97,8 @@ class Reporter:
     def step(self, record: StepRecord, held_out_loss: float | None = None) -> None:
         """Take note of one step, and of the held-out loss where it was measured after it."""
         self.losses.append(record.loss)
-        entry: dict[str, Any] = asdict(record)
+        self.left_out += record.left_out
+        entry = record.to_json()
         if held_out_loss is not None:
             entry["held_out_loss"] = held_out_loss
             self.held_out.append((record.step, held_out_loss))
@@ -98,7 +116,7 @@ class Reporter:
 def summary_lines(summary: dict[str, Any]) -> list[str]:
     """The end of a run for a person to read; `summary` is the content of summary.json."""
     folder, loss, entropy = summary["output"], summary["held_out_loss"], summary["unigram_entropy"]
-    before = summary.get("held_out_loss_before")
+    before, left_out = summary.get("held_out_loss_before"), summary.get("steps_left_out", 0)
     relation = "below" if loss < entropy else "not below"
     lines = [
         "",
@@ -108,11 +126,12 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     ]
     if before is not None:
         lines.append(f"before training  {before:.4f} nats per token held-out loss")
-    layout = f"tp {summary['tp']} × dp {summary['dp']}, {summary['precision']}"
+    layout = f"{layout_in_words(summary['tp'], summary['dp'], summary.get('zero_stage', 0))}, {summary['precision']}"
     speed = f"{summary['steps']} steps, {summary['tokens_per_s']:,.0f} tokens/s"
     lines += [
         f"layout           {layout}; {summary['parameters']:,} parameters",
         f"time             {summary['seconds']:.0f} s for {speed}",
+        *([f"left out         {left_out} steps in which fp16 gradients overflowed"] if left_out else []),
         "sample           " + summary["sample"].replace("\n", "\n                 "),
         f"checkpoint       {folder}",
         "load it          from transformers import AutoModelForCausalLM, AutoTokenizer",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -32,7 +33,7 @@ def make_certificate(job: Job) -> dict[str, Any]:
         "device": device_type(),
         "model": {"class": job.model, "type": config.model_type, "source": job.source, "parameters": job.parameters},
         "twin": {"parameters": result["weights"], "config": config.to_diff_dict()},
-        "layout": {"tp": job.layout.tp, "dp": job.layout.dp, "policy": job.layout.policy, "mesh": result["layout"]},
+        "layout": {**asdict(job.layout), "text": str(job.layout), "mesh": result["layout"]},
         "steps": job.steps,
         "differences": result["differences"],
         "rounding_of_one_process": result["rounding"],
@@ -41,6 +42,7 @@ def make_certificate(job: Job) -> dict[str, Any]:
         "weights_compared": result["weights_compared"],
         "saving": result["saving"],
         "traffic_per_step": result["traffic"],
+        "parameters_of_rank_0": result["held"],
         "expected_all_reduces": job.expected_all_reduces,
         "uneven": job.uneven,
         "places": result["places"],
@@ -73,16 +75,17 @@ def write_certificate(certificate: dict[str, Any], path: Path) -> None:
 
 def certificate_text(certificate: dict[str, Any]) -> str:
     """The report for the person at the terminal."""
-    model, twin, layout = certificate["model"], certificate["twin"], certificate["layout"]
+    model, twin = certificate["model"], certificate["twin"]
     same = certificate["verdict"] == SAME
     lines = [
         f"{model['class']}: {model['source']}, {model['parameters']:,} parameters",
-        f"verified on a twin of the same structure with {twin['parameters']:,} parameters: tp {layout['tp']} × "
-        f"dp {layout['dp']} beside one process, {certificate['steps']} steps",
+        f"verified on a twin of the same structure with {twin['parameters']:,} parameters: "
+        f"{certificate['layout']['text']} beside one process, {certificate['steps']} steps",
         "",
         *map(_difference, certificate["differences"]),
         f"  {certificate['saving']['text']}",
         f"  {'traffic':<14} {_traffic(certificate)} in a step",
+        *_over_dp(certificate),
         "  one process in fp32 is itself off from fp64 by "
         + ", ".join(f"{_number(value)} ({kind})" for kind, value in certificate["rounding_of_one_process"].items()),
         *_exact(certificate),
@@ -126,6 +129,19 @@ def _traffic(certificate: dict[str, Any]) -> str:
     expected = certificate["expected_all_reduces"]
     note = "" if reduced == expected else f" (explain counts {expected} all-reduces over tp)"
     return (", ".join(counts) or "nothing") + note
+
+
+def _over_dp(certificate: dict[str, Any]) -> list[str]:
+    """What travels over the data-parallel ranks; 2 elements a parameter is what any of these layouts needs."""
+    if certificate["layout"]["dp"] == 1:
+        return []
+    # an all-reduce is a reduce-scatter and an all-gather
+    passes = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
+    moved = sum(
+        passes.get(t["operation"], 1) * t["elements"] for t in certificate["traffic_per_step"] if t["axis"] == "dp"
+    )
+    held = certificate["parameters_of_rank_0"]
+    return [f"  {'':<14} over dp {moved / held:.2f} elements for each of the {held:,} parameters of rank 0"]
 
 
 def _places(places: dict[str, Any] | None) -> list[str]:

@@ -30,6 +30,7 @@ from colonnade.tools.verify.job import RESULT, SAVED, Job
 from colonnade.tools.verify.places import Places, find_places
 
 MAX_NORM = 1.0
+Traffic = dict[tuple[str, str], tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Outcome:
         report: the comparison of training with one process.
         saving: the comparison after saving and loading.
         traffic: (operation, axis) → calls and elements of one training step of a rank.
+        held: entries of the parameters that this rank trains.
         places: where the runs part; None where they do not.
         exact: the differences in fp64, where a comparison in fp32 says nothing; see testing/exact.py.
         unsure: why it says nothing.
@@ -66,7 +68,8 @@ class Outcome:
 
     report: ParityReport
     saving: Saving
-    traffic: dict[tuple[str, str], tuple[int, int]]
+    traffic: Traffic
+    held: int
     places: Places | None
     exact: dict[str, float] | None = None
     unsure: str = ""
@@ -100,7 +103,11 @@ class _Check:
         """A plugin of the layout, with a policy object of its own."""
         policy = load_policy(self.job.layout.policy)
         return HybridParallelPlugin(
-            tp_size=self.job.layout.tp, precision="fp32", max_norm=MAX_NORM, custom_policy=policy
+            tp_size=self.job.layout.tp,
+            zero_stage=self.job.layout.zero_stage,
+            precision="fp32",
+            max_norm=MAX_NORM,
+            custom_policy=policy,
         )
 
 
@@ -121,17 +128,18 @@ def verify_on_this_rank(job: Job) -> Outcome:
         exact = compare_in_fp64(check.model, check.batches[0], tp, lambda _: load_policy(job.layout.policy))
     same = report.ok or is_exact(exact)
     places = None if same else find_places(check.model, check.batches[0], check.plugin())
-    traffic, saving = _train_and_save(check)
-    return Outcome(report, saving, traffic, places, exact, unsure)
+    traffic, held, saving = _train_and_save(check)
+    return Outcome(report, saving, traffic, held, places, exact, unsure)
 
 
-def _train_and_save(check: _Check) -> tuple[dict[tuple[str, str], tuple[int, int]], Saving]:
+def _train_and_save(check: _Check) -> tuple[Traffic, int, Saving]:
     """One step under the ledger, then save the trained model and load it by transformers."""
     plugin = check.plugin()
     booster, dp = Booster(plugin=plugin), plugin.mesh.axis("dp")
     model = check.model()
     model, optimizer, *_ = booster.boost(model, well_conditioned_adamw(model))
     optimizer.check_replicas = False  # the report has said already where they differ
+    held = sum(p.numel() for p in model.parameters() if p.requires_grad)
     with ledger() as book:
         booster.backward(model(**rows_of(check.batches[0], dp.rank, dp.size)).loss, optimizer)
         optimizer.step()
@@ -140,9 +148,8 @@ def _train_and_save(check: _Check) -> tuple[dict[tuple[str, str], tuple[int, int
     try:
         booster.save_model(model, folder)
     except CheckpointError as error:  # raised on every rank, with the same reason
-        return traffic, Saving(math.inf, Tolerance().loss, f"{type(error).__name__}: {error}")
-    saving = _compare_loaded(check, model, folder)
-    return traffic, saving
+        return traffic, held, Saving(math.inf, Tolerance().loss, f"{type(error).__name__}: {error}")
+    return traffic, held, _compare_loaded(check, model, folder)
 
 
 def _compare_loaded(check: _Check, model: Any, folder: Path) -> Saving:
@@ -184,6 +191,7 @@ def outcome_to_json(outcome: Outcome) -> dict[str, Any]:
             {"operation": operation, "axis": axis, "calls": calls, "elements": elements}
             for (operation, axis), (calls, elements) in outcome.traffic.items()
         ],
+        "held": outcome.held,
         "places": None if outcome.places is None else _finite(asdict(outcome.places)),
     }
 

@@ -12,6 +12,7 @@ from colonnade.errors import ConfigError, UsageError, explain
 from colonnade.model.twin import model_class, shrink
 from colonnade.tools.explain.choice import Choice, load_policy
 from colonnade.tools.explain.explanation import explain_config
+from colonnade.tools.train.options import ZERO_STAGES, layout_in_words
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -21,21 +22,47 @@ JOB, TWIN, RESULT, SAVED = "job.json", "twin", "result.json", "saved"
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes that are verified, and the policy as `module:Class` (None for the family's own)."""
+    """What is verified.
+
+    Args:
+        tp, dp: sizes of the axes.
+        policy: as `module:Class`; None for the family's own.
+        zero_stage: what is dealt out over dp: 1 optimizer states, 2 gradients too, 0 nothing.
+    """
 
     tp: int = 2
     dp: int = 1
     policy: str | None = None
+    zero_stage: int = 0
 
     def __post_init__(self) -> None:
         for name, size in (("tp", self.tp), ("dp", self.dp)):
             if size < 1:
                 raise UsageError(f"--{name} {size}: a layout has at least 1 process along each axis.")
+        if self.zero_stage not in ZERO_STAGES:
+            there = ", ".join(map(str, ZERO_STAGES))
+            raise UsageError(f"--zero-stage {self.zero_stage} cannot be verified; there are {there}.")
+        if self.zero_stage and self.dp < 2:
+            raise UsageError(
+                explain(
+                    f"--zero-stage {self.zero_stage} needs --dp 2 or more, and --dp is {self.dp}.",
+                    [
+                        (
+                            "reason",
+                            "ZeRO deals states out over data-parallel ranks; over one there is nothing to deal out",
+                        ),
+                        ("try", f"--dp 2 --zero-stage {self.zero_stage}"),
+                    ],
+                )
+            )
 
     @property
     def ranks(self) -> int:
         """Number of processes."""
         return self.tp * self.dp
+
+    def __str__(self) -> str:
+        return layout_in_words(self.tp, self.dp, self.zero_stage)
 
 
 @dataclass(frozen=True)
