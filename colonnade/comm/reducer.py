@@ -185,6 +185,11 @@ class BucketReducer(ABC, Generic[B]):
             bucket.complete(self.axis)
         self._restart()
 
+    def forget(self) -> None:
+        """Begin anew, whatever a backward pass that has not come to its end has left."""
+        self._abort()
+        self._will_finish = self.unreduced = False
+
     def covers(self, param: nn.Parameter) -> bool:
         """Whether a parameter's gradient is averaged here."""
         return self.axis.size == 1 or param in self._home

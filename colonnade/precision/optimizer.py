@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from colonnade.cluster.device import current_device
 from colonnade.cluster.mesh import ParallelMesh
@@ -38,6 +38,9 @@ class Reducer(Protocol):
 
     def covers(self, param: nn.Parameter) -> bool:
         """Whether a parameter's gradient is averaged here."""
+
+    def forget(self) -> None:
+        """Begin anew, whatever a backward pass that has not come to its end has left."""
 
 
 class ParallelOptimizer(Optimizer):
@@ -184,6 +187,8 @@ class ParallelOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the accumulated gradients."""
+        if self.reducer is not None:
+            self.reducer.forget()
         self.stepped.zero_grad(set_to_none)
         self._scaled = False
 
@@ -191,12 +196,16 @@ class ParallelOptimizer(Optimizer):
         """The wrapped optimizer's state: this rank's share; with fp16 the loss scale's too."""
         with self.stepped.swapped():
             state = self.inner.state_dict()
+        cuts = self.stepped.cuts()
+        state = state if cuts is None else state | {"cuts": cuts}
         return state if self.loss_scaler is None else state | {"loss_scale": self.loss_scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned on a rank of the same layout."""
         state = dict(state_dict)
-        scale = state.pop("loss_scale", None)
+        scale, cuts = state.pop("loss_scale", None), state.pop("cuts", None)
+        if cuts is not None:
+            self.stepped.cut_as([tuple(cut) for cut in cuts])
         with self.stepped.swapped():  # torch casts state to the format of the parameters it finds
             self.inner.load_state_dict(state)
         if self.loss_scaler is not None and scale is not None:
@@ -220,6 +229,8 @@ class ParallelOptimizer(Optimizer):
         return f"ParallelOptimizer({self.inner!r})"
 
 
+ELEMENTWISE = (Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD)
+OF_ALL_PARAMETERS = ("lbfgs", "prodigy", "dadapt")
 NOT_ELEMENTWISE = ("Adafactor", "Muon", "LBFGS", "Lamb", "LARS", "Shampoo", "SOAP", "GaLore", "CAME")
 
 
@@ -233,6 +244,26 @@ def is_elementwise(optimizer: Optimizer) -> bool:
         return said
     kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]
     return not any(name.lower() in kind for name in NOT_ELEMENTWISE for kind in kinds)
+
+
+def steps_on_any_part(optimizer: Optimizer) -> bool:
+    """Whether an optimizer may be given arbitrary pieces of parameters, of which it is certain that it is elementwise.
+
+    Torch's own that are, and those that say so by an attribute `elementwise`. Others get whole parameters, which is right
+    for them in any case.
+
+    Raises:
+        ConfigError: one that compares all parameters, of which a rank has only some.
+    """
+    kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]
+    if any(name in kind for name in OF_ALL_PARAMETERS for kind in kinds):
+        raise ConfigError(
+            explain(
+                f"{type(optimizer).__name__} cannot be dealt out over ranks: its step depends on all parameters at once.",
+                [("try", "TorchDDPPlugin, HybridParallelPlugin(zero_stage=0), or another optimizer")],
+            )
+        )
+    return getattr(optimizer, "elementwise", type(optimizer) in ELEMENTWISE)
 
 
 def bind_to_mesh(optimizer: Optimizer, mesh: ParallelMesh) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from colonnade.cluster.mesh import ParallelMesh
+from colonnade.errors import UsageError
 from colonnade.precision.grad_norm import GradientParts, gradient_parts
 
 
@@ -50,6 +52,20 @@ class Stepped(ABC):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the accumulated gradients."""
         self.optimizer.zero_grad(set_to_none)
+
+    def cuts(self) -> Any:
+        """How what is stepped on is cut, where that can change; None where it cannot."""
+        return None
+
+    def cut_as(self, cuts: Any) -> None:
+        """Cut it as it was when its state was saved.
+
+        Raises:
+            UsageError: nothing is cut here; the state is of ZeRO.
+        """
+        raise UsageError(
+            "this state of an optimizer was taken under ZeRO, which steps on other tensors; load it there."
+        )
 
     @abstractmethod
     def refresh(self) -> None:

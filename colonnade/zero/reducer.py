@@ -69,9 +69,7 @@ class ShardReducer(BucketReducer[ShardBucket]):
 
     def forget(self) -> None:
         """Drop all gradients, those of a backward pass that has not come to its end included."""
-        self._abort()
-        self._will_finish = False
+        super().forget()
         for bucket in self.buckets:
             bucket.forget()
         self.used.clear()
-        self.unreduced = False

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -16,7 +17,7 @@ from colonnade.comm.collectives import gather_in_place_start, wait
 from colonnade.errors import UsageError, explain
 from colonnade.model.layout import layout_of
 from colonnade.precision.grad_norm import Axes, GradientParts
-from colonnade.precision.optimizer import is_elementwise
+from colonnade.precision.optimizer import steps_on_any_part
 from colonnade.precision.stepped import Stepped, in_place_of_groups
 from colonnade.zero.bucket import ShardBucket
 from colonnade.zero.options import ZeroOptions
@@ -85,7 +86,7 @@ class FlatShards(Stepped):
         self.units: list[list[Unit]] = [[] for _ in optimizer.param_groups]
         order = {param: index for index, param in enumerate(model.parameters())}
         groups = [group["params"] for group in optimizer.param_groups]
-        whole, pool, buckets = not is_elementwise(optimizer), BufferPool(), []
+        whole, pool, buckets = not steps_on_any_part(optimizer), BufferPool(), []
         for plan in plan_storages(groups, order, self.axis.size, options.bucket_bytes, dtype.itemsize, whole):
             exact = {place.param: place.param.data for place in plan.places}  # before they are rounded
             storage = Storage(plan, dtype)
@@ -165,18 +166,38 @@ class FlatShards(Stepped):
     def _cut_where_use_differs(self) -> None:
         """See [Note: units and unused parameters]."""
         used = self.reducer.used
+        mixed = {unit for unit in self._all_units() if not (unit.params <= used or used.isdisjoint(unit.params))}
+        if mixed:
+            self._cut(lambda unit, piece: unit in mixed and piece.param in used)
+
+    def _cut(self, part: Callable[[Unit, Piece], object]) -> None:
+        """Cut units, their states with them, between neighbours for which `part` is not the same."""
         for number, units in enumerate(self.units):
             found: list[Unit] = []
             for unit in units:
-                if unit.params <= used or used.isdisjoint(unit.params):
+                runs = [list(run) for _, run in groupby(unit.pieces, partial(part, unit))]
+                if len(runs) == 1:
                     found.append(unit)
                     continue
-                runs = [list(run) for _, run in groupby(unit.pieces, lambda piece: piece.param in used)]
-                for part, state in unit.cut(runs, self.optimizer.state.pop(unit.tensor, {})):
-                    found.append(part)
+                for cut, state in unit.cut(runs, self.optimizer.state.pop(unit.tensor, {})):
+                    found.append(cut)
                     if state:
-                        self.optimizer.state[part.tensor] = state
+                        self.optimizer.state[cut.tensor] = state
             self.units[number] = found
+
+    def cuts(self) -> list[tuple[int, int]]:
+        """Where units begin: numbers of storages, and offsets in them."""
+        return [self._beginning(unit, unit.start) for unit in self._all_units()]
+
+    def _beginning(self, unit: Unit, offset: int) -> tuple[int, int]:
+        return next(i for i, storage in enumerate(self.storages) if storage is unit.bucket.storage), offset
+
+    def cut_as(self, cuts: list[tuple[int, int]]) -> None:
+        for begin in set(cuts) - set(self.cuts()):
+            self._cut(partial(self._is_behind, begin))
+
+    def _is_behind(self, begin: tuple[int, int], unit: Unit, piece: Piece) -> bool:
+        return begin <= self._beginning(unit, piece.offset)
 
     def _follow(self, unit: Unit) -> None:
         """Take over entries that something else has written into the model since the last step."""

@@ -318,3 +318,23 @@ def test_a_parameter_that_was_frozen_at_boost_and_thawed_is_refused():
         run.backward(1)
         with pytest.raises(UsageError, match="not averaged over data-parallel ranks"):
             run.step()
+
+
+def resumed(stage):
+    """The weights are carried over by hand; the state by state_dict, although units have been cut."""
+    first = SideBySide(stage=stage).train("abcd", "ad", "abcd")
+    second = SideBySide(stage=stage)
+    with torch.no_grad():
+        for mine, theirs in zip(second.plain.parameters(), first.plain.parameters()):
+            mine.copy_(theirs)
+    second.one.load_state_dict(first.one.state_dict())
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    second.one_optimizer.load_state_dict(first.one_optimizer.state_dict())
+    assert second.counts() == first.counts()
+    second.train("abcd", "bd", "abcd", first_seed=3)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_state_is_loaded_where_units_have_been_cut(ranks):
+    for stage in (1, 2):
+        run_on_ranks(ranks, resumed, stage)

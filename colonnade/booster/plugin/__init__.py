@@ -5,5 +5,14 @@ from colonnade.booster.plugin.low_level_zero_plugin import LowLevelZeroPlugin
 from colonnade.booster.plugin.plugin_base import DPPluginBase, Plugin
 from colonnade.booster.plugin.torch_ddp_plugin import TorchDDPPlugin
 from colonnade.booster.plugin.torch_fsdp_plugin import TorchFSDPPlugin
+from colonnade.precision.loss_scale import LossScale
 
-__all__ = ["DPPluginBase", "HybridParallelPlugin", "LowLevelZeroPlugin", "Plugin", "TorchDDPPlugin", "TorchFSDPPlugin"]
+__all__ = [
+    "DPPluginBase",
+    "HybridParallelPlugin",
+    "LossScale",
+    "LowLevelZeroPlugin",
+    "Plugin",
+    "TorchDDPPlugin",
+    "TorchFSDPPlugin",
+]

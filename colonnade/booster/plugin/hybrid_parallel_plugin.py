@@ -125,7 +125,8 @@ class HybridParallelPlugin(DPPluginBase):
         return self.zero_stage < 2
 
     def __repr__(self) -> str:
-        return f"HybridParallelPlugin({self.mesh!r}, {self.precision})"
+        zero = f", ZeRO stage {self.zero_stage}" if self.zero_stage else ""
+        return f"HybridParallelPlugin({self.mesh!r}{zero}, {self.precision})"
 
 
 def _refuse_what_is_missing(pp_size: int, sp_size: int, mode: str | None) -> None:

@@ -63,7 +63,7 @@ def run_microbatches(
             loss = criterion(output, part) if criterion is not None else _own_loss(output)
             weight = weights[index]
             if weight and loss is not None:
-                loss = loss * weight
+                loss = loss.float() * weight  # in 16 bits the sum over micro-batches would be rounded
                 total = loss.detach() if total is None else total + loss.detach()
                 if trained is not None:
                     trained.backward(loss)

@@ -21,7 +21,7 @@ from colonnade.booster.plugin.dataloader import StatefulDataLoader, make_dataloa
 from colonnade.booster.plugin.lora import add_lora, check_lora_model, check_no_adapters
 from colonnade.booster.plugin.microbatch import run_microbatches
 from colonnade.cluster.mesh import ParallelMesh
-from colonnade.errors import UsageError, explain
+from colonnade.errors import ConfigError, UsageError, explain
 from colonnade.precision.clipping import Clipping
 from colonnade.precision.fused import prefer_fused
 from colonnade.precision.loss_scale import DynamicLossScale, LossScale
@@ -142,7 +142,11 @@ class DPPluginBase(Plugin):
     ) -> None:
         check_microbatching(microbatch_size, num_microbatches)
         self.mesh, self.precision, self.dtype = mesh, precision, parse_precision(precision)
-        self.clipping, self.loss_scale = clipping, loss_scale or LossScale()
+        self.clipping, self.loss_scale = clipping, LossScale() if loss_scale is None else loss_scale
+        if not isinstance(self.loss_scale, LossScale):
+            raise ConfigError(
+                f"loss_scale={loss_scale!r} must be a LossScale, such as LossScale(initial=256.0), or left out."
+            )
         self.microbatch_size, self.num_microbatches = microbatch_size, num_microbatches
         self.check_batches = check_batches
 
