@@ -17,12 +17,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: help setup demo test check format test-real bench proof models agreement clean
+.PHONY: help setup demo test check format test-long test-real bench proof models agreement clean
 
 help:
 	@echo "make demo       train a small model on four processes, then generate with it through plain transformers"
 	@echo "make test       run the tests (minutes)"
 	@echo "make check      linter, formatter and type checker; make format mends what the first two can"
+	@echo "make test-long  the rest of the matrices of which make test runs a part (minutes)"
 	@echo "make test-real  the tests with real weights (many minutes)"
 	@echo "make bench      measure tensor and data parallelism on this machine (minutes; nothing else should run)"
 	@echo "make proof      compute the tables of proved models in README.md and docs/proof.md anew"
@@ -53,6 +54,9 @@ check: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+test-long: $(READY)
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 # The weights come with packages; what those packages would do with them themselves is not needed.
 test-real: $(READY)

@@ -13,7 +13,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-pytestmark = pytest.mark.timeout(300)  # processes that each import torch and transformers, on whatever machine
+# starting processes that each import torch and transformers takes a minute together
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(300),
+]  # processes that each import torch and transformers, on whatever machine
 
 
 def run(name: str, folder: Path, *arguments: str) -> str:

@@ -91,13 +91,17 @@ def test_it_trains_with_the_numbers_of_one_process(name, stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("ranks", [3, 4])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["LL", *(pytest.param(name, marks=pytest.mark.long) for name in MODELS if name != "LL")]
+)
 def test_on_more_ranks(name, ranks, stage):
     run_on_ranks(ranks, all_ways, 1, stage, name, {}, SOME, timeout_s=120)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["LT", *(pytest.param(name, marks=pytest.mark.long) for name in MODELS if name != "LT")]
+)
 def test_under_tensor_parallelism(name, stage):
     run_on_ranks(4, all_ways, 2, stage, name, {}, SOME, timeout_s=120)
 

@@ -67,11 +67,12 @@ def run(name, model_name, plugin=HybridParallelPlugin, steps=20, max_norm=1.0, *
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("model_name", ["LL", "LT", "G2"])
+@pytest.mark.parametrize("model_name", ["LL", pytest.param("LT", marks=pytest.mark.long), "G2"])
 def test_tensor_parallel_training_is_that_of_one_process(name, model_name):
     run_on_ranks(2, run, name, model_name, tp_size=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_so_it_is_with_data_parallel_ranks_beside(name):
     run_on_ranks(4, run, name, "LL", tp_size=2)

@@ -68,7 +68,9 @@ def split_equals_whole(optimizer_name, batch_elements):
 
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
-@pytest.mark.parametrize("ranks, batch_elements", [(2, 1 << 26), (4, 1 << 26), (4, 300)])
+@pytest.mark.parametrize(
+    "ranks, batch_elements", [(2, 1 << 26), (4, 1 << 26), pytest.param(4, 300, marks=pytest.mark.long)]
+)
 def test_every_layout_gives_the_weights_of_one_process(optimizer_name, ranks, batch_elements):
     for found in run_on_ranks(ranks, split_equals_whole, optimizer_name, batch_elements):
         wrong = {name: f"{x:.1e}" for name, x in found.items() if not x <= TOLERANCE}
