@@ -23,3 +23,7 @@ def prefer_fused(optimizer: Optimizer) -> None:
         cannot = cannot or (isinstance(optimizer, SGD) and group["momentum"])
         if not asked and not cannot:
             group["fused"] = True
+            for param in group["params"]:
+                state = optimizer.state.get(param, {})
+                if isinstance(state.get("step"), torch.Tensor):  # kept on the host for the other kernels
+                    state["step"] = state["step"].to(param.device, torch.float32)

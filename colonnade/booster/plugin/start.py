@@ -36,7 +36,7 @@ def _same_weights(model: nn.Module, mesh: ParallelMesh) -> None:
         return
     log.warning("the ranks built different weights; all take those of rank 0")
     for tensor in tensors:
-        data = tensor.detach().contiguous()
+        data = tensor.detach().to(current_device()).contiguous()  # the model may still be in host memory
         broadcast(data, mesh.world)
         tensor.data.copy_(data)
 
