@@ -142,6 +142,7 @@ def train_each_way(model_fn, options):
             raise AssertionError(f"{options}, {way}: {error}") from error
 
 
+@pytest.mark.sample("*-2")
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
     "model_fn, options",

@@ -36,7 +36,8 @@ def odd():
     compare(Odd, odd_batches(1.0, 0.5), find_unused_parameters=True)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.sample("LL-2", "BERT-2")
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_it_trains_with_the_numbers_of_one_process(name, ranks):
     run_on_ranks(ranks, language_model, name, timeout_s=120)

@@ -56,12 +56,14 @@ def run_each(name, cases):
             raise AssertionError(f"{name}, {label}: {error}") from error
 
 
+@pytest.mark.sample("*-2", "LL-[34]")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_it_trains_with_the_numbers_of_one_process(name, ranks):
     run_on_ranks(ranks, run, name, max_norm=MAX_NORM)
 
 
+@pytest.mark.sample("LL-3", "G2-2")
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", ["LL", "LT", "G2"])
 def test_every_option_trains_with_the_same_numbers(name, ranks):
@@ -144,6 +146,7 @@ def run_other_models():
     compare(lambda: checkpointed("LL"), batches, plugin={"reshard_after_forward": False}, accumulate=2, no_sync=True)
 
 
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_encoders_encoder_decoders_shared_blocks_and_recomputation(ranks):
     run_on_ranks(ranks, run_other_models, timeout_s=120)
@@ -161,6 +164,7 @@ def odd_models():
     compare(lambda: Odd(scalar=False), odd_batches(0.3, 1), optimizer_fn=momentum)
 
 
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_parameters_that_are_frozen_unused_tied_short_or_without_dims(ranks):
     run_on_ranks(ranks, odd_models, timeout_s=120)
@@ -193,6 +197,7 @@ def frozen_half():
     )
 
 
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_frozen_embedding_and_block(ranks):
     run_on_ranks(ranks, frozen_half)
@@ -217,6 +222,7 @@ def whole_matrix_optimizers():
     compare(lambda: build("LL"), rows(6), optimizer_fn=muon)
 
 
+@pytest.mark.sample("3")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_optimizers_that_look_at_whole_matrices(ranks):
     run_on_ranks(ranks, whole_matrix_optimizers)

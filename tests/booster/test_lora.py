@@ -49,12 +49,14 @@ KINDS = {
 }  # fmt: skip
 
 
+@pytest.mark.sample("tp 2", "tp 2 × zero 1", "fsdp 2", "ddp 2")
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "dp 2, small buckets"])
 def test_every_family_trains_as_plain_peft_does(layout):
     run_on_ranks(LAYOUTS[layout][0], run_each_lora, layout, FAMILIES)
 
 
-@pytest.mark.parametrize("layout", ["tp 2", pytest.param("tp 4", marks=pytest.mark.long), "ddp 2", "zero 1", "fsdp 2"])
+@pytest.mark.sample("tp 2", "zero 1")
+@pytest.mark.parametrize("layout", ["tp 2", "tp 4", "ddp 2", "zero 1", "fsdp 2"])
 def test_every_kind_of_lora_trains_as_plain_peft_does(layout):
     run_on_ranks(LAYOUTS[layout][0], run_each_lora, layout, KINDS)
 

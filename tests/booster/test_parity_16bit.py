@@ -156,6 +156,7 @@ def test_over_one_rank_it_is_the_same_bits(engine, precision, optimizer_fn):
         assert norm <= 1e-6  # added up in another order
 
 
+@pytest.mark.sample("LT-*-bf16", "G2-*-fp16")
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["LT", "G2", "qwen3"])

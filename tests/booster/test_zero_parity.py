@@ -83,29 +83,29 @@ def all_ways(tp_size, stage, name, overrides, ways=tuple(WAYS)):
     return worst
 
 
+@pytest.mark.sample("LL-[12]", "BERT-2", "G2-1")
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_it_trains_with_the_numbers_of_one_process(name, stage):
     run_on_ranks(2, all_ways, 1, stage, name, {}, timeout_s=120)
 
 
+@pytest.mark.sample("LL-3-[12]", "G2-4-1")
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("ranks", [3, 4])
-@pytest.mark.parametrize(
-    "name", ["LL", *(pytest.param(name, marks=pytest.mark.long) for name in MODELS if name != "LL")]
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_on_more_ranks(name, ranks, stage):
     run_on_ranks(ranks, all_ways, 1, stage, name, {}, SOME, timeout_s=120)
 
 
+@pytest.mark.sample("LT-[12]")
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize(
-    "name", ["LT", *(pytest.param(name, marks=pytest.mark.long) for name in MODELS if name != "LT")]
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_under_tensor_parallelism(name, stage):
     run_on_ranks(4, all_ways, 2, stage, name, {}, SOME, timeout_s=120)
 
 
+@pytest.mark.sample("*-zero 2", "*-tp 2 × zero 1")
 @pytest.mark.parametrize("layout", ["zero 1", "zero 2", "tp 2 × zero 1", "tp 2 × zero 2"])
 @pytest.mark.parametrize("name", ["qwen3", "OP"])
 def test_other_families(name, layout):
@@ -118,6 +118,7 @@ def scarce_heads(tp_size, stage):
             compare(tp_size, stage, model_fn("LL", **overrides), rows(6), SMALL, **options)
 
 
+@pytest.mark.sample("2")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_key_value_heads_that_several_ranks_hold(stage):
     """Each counts once in the norm, however flat ranges cut it."""
@@ -139,6 +140,7 @@ def odd_models(stage):
                     compare(1, stage, Odd, odd_batches(*shares), plugin, optimizer_fn, **options)
 
 
+@pytest.mark.sample("3-1", "2-2")
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_parameters_that_are_frozen_unused_tied_short_or_without_dims(ranks, stage):
@@ -162,6 +164,7 @@ def ragged(stage):
         compare(1, stage, model_fn("LT"), rows(5), plugin, through="execute_pipeline", accumulate=2)
 
 
+@pytest.mark.sample("3-*")
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_with_different_numbers_of_micro_batches(ranks, stage):

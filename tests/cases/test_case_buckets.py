@@ -42,6 +42,7 @@ def train(plugin, world, settings):
     return found
 
 
+@pytest.mark.sample("zero [12]-3", "dp-2", "tp2, zero 1-4")
 @pytest.mark.parametrize(
     "plugin, world",
     [

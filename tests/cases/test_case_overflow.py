@@ -105,6 +105,7 @@ def variations(plugin):
         assert (scales, kept, counts) == (wanted, [n == at for n in (1, 2, 3, 4)], {3.0}), options
 
 
+@pytest.mark.sample("ddp-2", "zero 2-2", "tp2-2", "tp2, zero 1-4")
 @pytest.mark.parametrize("plugin, world", [engine for engine in ENGINES if engine not in (("zero 2", 3), ("tp2", 4))])
 def test_whatever_overflows_where_and_when(plugin, world):
     run_on_ranks(world, variations, plugin)

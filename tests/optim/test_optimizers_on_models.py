@@ -66,8 +66,9 @@ def run(name, model_name, plugin=HybridParallelPlugin, steps=20, max_norm=1.0, *
     return str(report)
 
 
+@pytest.mark.sample("G2-*")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("model_name", ["LL", pytest.param("LT", marks=pytest.mark.long), "G2"])
+@pytest.mark.parametrize("model_name", ["LL", "LT", "G2"])
 def test_tensor_parallel_training_is_that_of_one_process(name, model_name):
     run_on_ranks(2, run, name, model_name, tp_size=2)
 

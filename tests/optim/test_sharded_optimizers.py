@@ -67,10 +67,9 @@ def split_equals_whole(optimizer_name, batch_elements):
     return differences(params, wanted, axis)
 
 
+@pytest.mark.sample("2-*", "4-67108864-adafactor", "4-300-came")
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
-@pytest.mark.parametrize(
-    "ranks, batch_elements", [(2, 1 << 26), (4, 1 << 26), pytest.param(4, 300, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("ranks, batch_elements", [(2, 1 << 26), (4, 1 << 26), (4, 300)])
 def test_every_layout_gives_the_weights_of_one_process(optimizer_name, ranks, batch_elements):
     for found in run_on_ranks(ranks, split_equals_whole, optimizer_name, batch_elements):
         wrong = {name: f"{x:.1e}" for name, x in found.items() if not x <= TOLERANCE}

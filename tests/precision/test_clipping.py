@@ -73,6 +73,7 @@ def compare(engine, kinds, accumulate):
     return worst
 
 
+@pytest.mark.sample("*-1")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_weights_are_those_of_one_process(engine, accumulate):
