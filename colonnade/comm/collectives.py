@@ -247,3 +247,21 @@ def receive(tensor: torch.Tensor, axis: Axis, src: int) -> torch.Tensor:
     with naming("receive", axis):
         dist.recv(tensor, src=axis.ranks[src], group=axis.group)
     return tensor
+
+
+def send_start(tensor: torch.Tensor, axis: Axis, dst: int, tag: int = 0) -> dist.Work | None:
+    """Start to send a contiguous tensor to the rank at position `dst`; it must not change until the work is done.
+
+    Args:
+        tag: what the other side's `receive_start` must say as well; where the backend knows no tags, order decides.
+    """
+    record("send", axis.name, tensor.numel())
+    with naming("send", axis):
+        return dist.isend(tensor, axis.ranks[dst], group=axis.group, tag=tag)
+
+
+def receive_start(tensor: torch.Tensor, axis: Axis, src: int, tag: int = 0) -> dist.Work | None:
+    """Start to receive into a contiguous tensor of the sender's shape and dtype; `tag` as of `send_start`."""
+    record("receive", axis.name, tensor.numel())
+    with naming("receive", axis):
+        return dist.irecv(tensor, axis.ranks[src], group=axis.group, tag=tag)

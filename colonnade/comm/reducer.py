@@ -97,6 +97,17 @@ class BucketReducer(ABC, Generic[B]):
         finally:
             self._paused = before
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether gradients are only accumulated at present."""
+        return self._paused
+
+    def contribute(self, param: nn.Parameter, grad: torch.Tensor) -> None:
+        """Add a gradient that comes from elsewhere to what has been accumulated."""
+        param.grad = grad if param.grad is None else param.grad + grad
+        if param in self._home:
+            self._ready(param)
+
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backward pass of a loss, and the reduction of its gradients unless paused."""
         self._will_finish = True

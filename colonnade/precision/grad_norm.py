@@ -61,7 +61,7 @@ def gradient_norm(
         device: where to compute and exchange it.
         check_replicas: raise where ranks disagree about what they all hold.
 
-    Traffic: over each axis that splits parameters one all-gather of one number for each class.
+    Traffic: over each axis that splits parameters one all-gather of one number for each class; over stages of one number.
 
     Raises:
         UsageError: on every rank, where ranks that hold the same parameters hold different gradients for them.
@@ -74,7 +74,8 @@ def gradient_norm(
         if check_replicas:
             _check_replicas(of_ranks[:, ~split].sum(1), name)
         squares = torch.where(split, of_ranks.sum(0), of_ranks.amax(0))
-    return squares.sum().sqrt()
+    of_stages = all_gather(squares.sum(), mesh.axis("pp"))  # whose parameters are others
+    return torch.stack(of_stages).sum().sqrt()
 
 
 def _check_replicas(squares: torch.Tensor, axis: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -27,8 +27,15 @@ class Reducer(Protocol):
     def unreduced(self) -> bool:
         """Whether gradients have been accumulated and not averaged."""
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether gradients are only accumulated at present."""
+
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backward pass of a loss, and the reduction of its gradients unless paused."""
+
+    def contribute(self, param: nn.Parameter, grad: torch.Tensor) -> None:
+        """Add a gradient that comes from elsewhere to what has been accumulated."""
 
     def paused(self) -> AbstractContextManager[None]:
         """Only accumulate inside the block."""
@@ -41,6 +48,19 @@ class Reducer(Protocol):
 
     def forget(self) -> None:
         """Begin anew, whatever a backward pass that has not come to its end has left."""
+
+
+class Copies(Protocol):
+    """Parameters of this rank's model that the optimizer of another pipeline stage steps on, and the other way round."""
+
+    def add_gradients(self, contribute: Callable[[nn.Parameter, torch.Tensor], None]) -> None:
+        """Hand the gradients of copies to those that step on them."""
+
+    def copy_weights(self) -> None:
+        """Give copies the new weights."""
+
+    def forget(self) -> None:
+        """Drop the gradients of copies."""
 
 
 class ParallelOptimizer(Optimizer):
@@ -56,6 +76,7 @@ class ParallelOptimizer(Optimizer):
     Attributes:
         reducer: averages gradients over data-parallel ranks; None where something else does.
         covered: says which parameters that something else averages.
+        copies: parameters that several pipeline stages hold; None where there are none.
         check_replicas: `step` raises where ranks hold different gradients for what they all hold.
     """
 
@@ -71,6 +92,7 @@ class ParallelOptimizer(Optimizer):
         self.inner, self.mesh, self.clipping = inner, mesh, clipping or Clipping()
         self.reducer: Reducer | None = None
         self.covered: Callable[[nn.Parameter], bool] | None = None
+        self.copies: Copies | None = None
         self.check_replicas = True
         self.stepped = stepped or OwnParameters(inner, mesh)
         self.loss_scaler = loss_scale
@@ -104,13 +126,31 @@ class ParallelOptimizer(Optimizer):
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backward pass, and the reduction of its gradients unless inside `no_sync`."""
-        if self.loss_scaler is not None:
-            loss = loss.float() * self.loss_scaler.scale
-            self._scaled = True
+        loss = self.scaled(loss)
         if self.reducer is None:
             loss.backward(**kwargs)
         else:
             self.reducer.backward(loss, **kwargs)
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """What the backward pass of a loss starts from: the loss, times the loss scale where there is one."""
+        self._scaled = True
+        return loss if self.loss_scaler is None else loss.float() * self.loss_scaler.scale
+
+    def backward_from(self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
+        """Backward pass from inside a graph, as a pipeline stage does it. Inside `no_sync`; `reduce` follows the last one."""
+        self._scaled = True
+        if tensors:
+            torch.autograd.backward(list(tensors), list(gradients))
+
+    def reduce(self) -> None:
+        """Bring together what pipeline stages and data-parallel ranks have accumulated, unless inside `no_sync`."""
+        if self.reducer is None or self.reducer.is_paused:
+            return
+        if self.copies is not None:
+            with self.reducer.paused():
+                self.copies.add_gradients(self.reducer.contribute)
+        self.reducer.finish()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -142,7 +182,9 @@ class ParallelOptimizer(Optimizer):
             self.clipping.apply(parameters, self._norm)
             result = self.inner.step()
             self.stepped.commit()
-            return result
+        if self.copies is not None:
+            self.copies.copy_weights()
+        return result
 
     def _good_step(self, loss_scaler: DynamicLossScale, norm: float) -> bool:
         """Move the loss scale; whether the step is to be made."""
@@ -189,6 +231,8 @@ class ParallelOptimizer(Optimizer):
         """Forget the accumulated gradients."""
         if self.reducer is not None:
             self.reducer.forget()
+        if self.copies is not None:
+            self.copies.forget()
         self.stepped.zero_grad(set_to_none)
         self._scaled = False
 

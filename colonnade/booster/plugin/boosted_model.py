@@ -32,6 +32,7 @@ class BoostedModel(nn.Module):
 
     Attributes:
         optimizers: those boosted together with it, whose master weights follow when its weights are loaded.
+        pipeline: runs global batches through the stages of a pipeline; None where there is none.
         in_step: every forward or backward communicates over data-parallel ranks, so that all have to make as many.
     """
 
@@ -54,6 +55,7 @@ class BoostedModel(nn.Module):
         self.mesh, self.average, self.dtype, self.original_config = mesh, average, dtype, config
         self.check_batches = check_batches
         self.optimizers = []
+        self.pipeline: Any = None
         self.in_step = False
         self._shifts_labels = any(isinstance(vars(m).get("_loss_function"), CausalLMLoss) for m in model.modules())
         self._takes_use_cache = "use_cache" in inspect.signature(plain_model(model).forward).parameters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,12 +10,22 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from colonnade.booster.plugin.plugin_base import Boosted, DPPluginBase, check_boostable, pristine_config
+from colonnade.booster.plugin.pipeline import Pipeline, PipelinePlan
+from colonnade.booster.plugin.pipeline_options import PipelineGradientCheckpointConfig, PipelineOptions
+from colonnade.booster.plugin.plugin_base import (
+    Boosted,
+    DPPluginBase,
+    boosted_model,
+    boosted_optimizer,
+    check_boostable,
+    pristine_config,
+)
 from colonnade.booster.plugin.start import start_alike
 from colonnade.cluster.device import current_device
 from colonnade.cluster.mesh import ParallelMesh
 from colonnade.comm.reducer import GradientReducer
-from colonnade.errors import ConfigError, explain
+from colonnade.errors import ConfigError, UsageError, explain
+from colonnade.pipeline.schedule import make_schedule
 from colonnade.precision.clipping import Clipping
 from colonnade.precision.loss_scale import LossScale
 from colonnade.precision.optimizer import ParallelOptimizer
@@ -32,7 +42,13 @@ class HybridParallelPlugin(DPPluginBase):
 
     Args:
         tp_size: ranks that share one model.
-        pp_size, sp_size, sequence_parallelism_mode: not available in this version; leave them as they are.
+        pp_size: pipeline stages' ranks: consecutive blocks lie on different ranks, and `execute_pipeline` runs micro-batches
+            through them.
+        sp_size, sequence_parallelism_mode: not available in this version; leave them as they are.
+        pp_style: name of the schedule, "1f1b", "gpipe", "interleaved", "zbh1" or "zbv".
+        num_model_chunks: stages on each rank, for "interleaved" (by default 2).
+        num_layers_per_stage: blocks of each stage; by default as evenly as their costs allow.
+        gradient_checkpoint_config: which blocks of a pipeline are computed again in the backward pass.
         zero_stage: 1 deals optimizer states out over data-parallel ranks, 2 gradients too; see `LowLevelZeroPlugin`.
         precision: "bf16" or "fp16" (parameters and activations in 16 bits, optimizer on float32 master weights), or "fp32".
         max_norm: gradients are clipped to this global norm; 0 leaves them.
@@ -40,7 +56,8 @@ class HybridParallelPlugin(DPPluginBase):
         loss_scale: how the loss scale of fp16 starts and moves.
         enable_fused_normalization: replace norms by one fused operator each.
         enable_flash_attention: choose the fastest attention implementation that is installed.
-        num_microbatches, microbatch_size: how `execute_pipeline` cuts a batch; by default not at all.
+        num_microbatches, microbatch_size: how `execute_pipeline` cuts a batch; by default not at all, and with a pipeline into
+            2·pp_size micro-batches, or as many as there are rows.
         custom_policy: sharding policy, or its class, to use instead of the model family's own.
         bucket_bytes: size of the buckets in which gradients are averaged over data-parallel ranks.
         communication_dtype, overlap_communication, cpu_offload: for ZeRO; see `ZeroOptions`.
@@ -62,6 +79,10 @@ class HybridParallelPlugin(DPPluginBase):
         max_value: float = 0.0,
         loss_scale: LossScale | None = None,
         sequence_parallelism_mode: str | None = None,
+        pp_style: str = "1f1b",
+        num_model_chunks: int | None = None,
+        num_layers_per_stage: Sequence[int] | None = None,
+        gradient_checkpoint_config: PipelineGradientCheckpointConfig | None = None,
         enable_fused_normalization: bool = False,
         enable_flash_attention: bool = False,
         num_microbatches: int | None = None,
@@ -73,7 +94,9 @@ class HybridParallelPlugin(DPPluginBase):
         cpu_offload: bool = False,
         check_batches: bool = False,
     ) -> None:
-        _refuse_what_is_missing(pp_size, sp_size, sequence_parallelism_mode)
+        _refuse_what_is_missing(sp_size, sequence_parallelism_mode)
+        self.pipeline = PipelineOptions(pp_style, num_model_chunks, num_layers_per_stage, gradient_checkpoint_config)
+        _check_pipeline(pp_size, zero_stage, self.pipeline)
         self.zero_stage = check_stage(zero_stage, (0, 1, 2))
         self.options = ZeroOptions(bucket_bytes, communication_dtype, overlap_communication, cpu_offload)
         if zero_stage == 0 and (communication_dtype is not None or cpu_offload or not overlap_communication):
@@ -101,25 +124,66 @@ class HybridParallelPlugin(DPPluginBase):
     ) -> Boosted:
         check_boostable(model, optimizer)
         config, average = pristine_config(model), LossAverage()
+        plan = PipelinePlan(model, self.mesh, self.pipeline) if self.mesh.size("pp") > 1 else None
         sharder = ShardFormer(self.shard_config).prepare(model, self.custom_policy, average)
         sharder.warn()
         start_alike(sharder.model, self.mesh)
         sharder.shard()
-        model = sharder.model.to(current_device())
+        model = sharder.model
+        staged = None if plan is None else plan.apply(model)
+        if plan is not None and optimizer is not None:
+            plan.keep_own(model, optimizer)
+        model = model.to(current_device())
         # made before the cast, so that the master weights are the weights as given
-        parallel_optimizer = None if optimizer is None else self._parallel(optimizer, model)
+        parallel_optimizer = None if optimizer is None else self._parallel(optimizer, model, plan)
         cast_parameters(model, self.dtype)
         boosted = self.wrap(model, average, parallel_optimizer, config)
+        if plan is not None and staged is not None:
+            boosted.pipeline = Pipeline(plan, staged)
         return boosted, parallel_optimizer, criterion, dataloader, lr_scheduler
 
-    def _parallel(self, optimizer: Optimizer, model: nn.Module) -> ParallelOptimizer:
+    def _parallel(self, optimizer: Optimizer, model: nn.Module, plan: PipelinePlan | None) -> ParallelOptimizer:
+        copies = set() if plan is None else plan.shared.copies
         if self.zero_stage:
-            return self.sharded(optimizer, model, self.zero_stage, self.options)
-        parallel_optimizer = self.parallel(optimizer)
-        parallel_optimizer.reducer = GradientReducer(
-            model.parameters(), self.mesh.axis("dp"), self.options.bucket_bytes
-        )
+            parallel_optimizer = self.sharded(optimizer, model, self.zero_stage, self.options)
+        else:
+            parallel_optimizer = self.parallel(optimizer)
+            own = [param for param in model.parameters() if param not in copies]
+            parallel_optimizer.reducer = GradientReducer(own, self.mesh.axis("dp"), self.options.bucket_bytes)
+        if plan is not None:
+            parallel_optimizer.copies = plan.shared
         return parallel_optimizer
+
+    def execute_pipeline(
+        self,
+        data_iter: Any,
+        model: nn.Module,
+        criterion: Callable[[Any, Any], torch.Tensor] | None = None,
+        optimizer: Optimizer | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        boosted = boosted_model(model)
+        if boosted.pipeline is None:
+            return super().execute_pipeline(data_iter, model, criterion, optimizer, return_loss, return_outputs)
+        return boosted.pipeline.execute(
+            data_iter,
+            boosted,
+            criterion,
+            None if optimizer is None else boosted_optimizer(optimizer),
+            microbatch_size=self.microbatch_size,
+            num_microbatches=self.num_microbatches,
+            return_loss=return_loss,
+            return_outputs=return_outputs,
+        )
+
+    def backward(self, loss: torch.Tensor, optimizer: Optimizer) -> None:
+        if self.mesh.size("pp") > 1:
+            raise UsageError(
+                "with pp_size > 1 forward and backward are one: call booster.execute_pipeline(iterator, model, criterion, "
+                "optimizer), then optimizer.step()."
+            )
+        super().backward(loss, optimizer)
 
     def support_no_sync(self) -> bool:
         return self.zero_stage < 2
@@ -129,16 +193,38 @@ class HybridParallelPlugin(DPPluginBase):
         return f"HybridParallelPlugin({self.mesh!r}{zero}, {self.precision})"
 
 
-def _refuse_what_is_missing(pp_size: int, sp_size: int, mode: str | None) -> None:
-    rows = []
-    if pp_size != 1:
-        rows.append((f"pp_size={pp_size}", "pipeline parallelism is not there yet: leave pp_size=1"))
+def _refuse_what_is_missing(sp_size: int, mode: str | None) -> None:
     if sp_size != 1 or mode is not None:
-        rows.append(
-            (
-                f"sp_size={sp_size}, sequence_parallelism_mode={mode!r}",
-                "sequence parallelism is not there yet: leave sp_size=1, None",
+        raise ConfigError(
+            explain(
+                "HybridParallelPlugin of this version offers tensor, pipeline and data parallelism.",
+                [
+                    (
+                        f"sp_size={sp_size}, sequence_parallelism_mode={mode!r}",
+                        "sequence parallelism is not there yet: leave sp_size=1, None",
+                    )
+                ],
             )
         )
-    if rows:
-        raise ConfigError(explain("HybridParallelPlugin of this version offers tensor and data parallelism.", rows))
+
+
+def _check_pipeline(pp_size: int, zero_stage: int, options: PipelineOptions) -> None:
+    if pp_size == 1 and (options.chunks is not None or options.counts is not None or options.checkpointing is not None):
+        raise ConfigError(
+            explain(
+                "num_model_chunks, num_layers_per_stage and gradient_checkpoint_config need pp_size > 1: they are about stages.",
+                [("try", "model.gradient_checkpointing_enable() to recompute blocks without a pipeline")],
+            )
+        )
+    if pp_size > 1 and zero_stage == 2:
+        raise ConfigError(
+            explain(
+                "zero_stage=2 does not go together with pp_size > 1.",
+                [
+                    ("reason", "a pipeline accumulates the gradients of all micro-batches before they are reduced"),
+                    ("try", "zero_stage=1: the same traffic, and the states dealt out"),
+                ],
+            )
+        )
+    if pp_size > 1:
+        make_schedule(options.style, pp_size, pp_size, options.chunks)  # refuses what cannot be

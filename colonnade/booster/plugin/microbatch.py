@@ -50,7 +50,7 @@ def run_microbatches(
         raise ShapeError("this rank's share of the batch has no rows: every rank needs at least one in each step.")
     cuts = split_rows(rows, microbatch_size, num_microbatches)
     parts = [take_rows(batch, rows, *cut) for cut in cuts]
-    shares = _Shares(batch, parts, model)
+    shares = Shares(batch, parts, model)
     idle = shares.most - len(parts)  # see [Note: in step]
     parts, weights = parts[:1] * idle + parts, [0.0] * idle + shares.weights
     trained = optimizer if torch.is_grad_enabled() else None
@@ -59,8 +59,8 @@ def run_microbatches(
         with ExitStack() as stack:
             if trained is not None and index + 1 < len(parts):
                 stack.enter_context(no_sync())
-            output = _forward(model, part)
-            loss = criterion(output, part) if criterion is not None else _own_loss(output)
+            output = run_on(model, part)
+            loss = criterion(output, part) if criterion is not None else own_loss(output)
             weight = weights[index]
             if weight and loss is not None:
                 loss = loss.float() * weight  # in 16 bits the sum over micro-batches would be rounded
@@ -70,14 +70,14 @@ def run_microbatches(
             elif trained is not None and (model.in_step or index + 1 == len(parts)):
                 trained.backward(zero_from(output))  # the other ranks count on this one's part in the reduction
         if return_outputs and index >= idle:
-            outputs.append(_detached(output))
+            outputs.append(detached(output))
     return {
         "loss": shares.mean(total, model) if return_loss else None,
         "outputs": join_outputs(outputs, [stop - start for start, stop in cuts]) if return_outputs else None,
     }
 
 
-class _Shares:
+class Shares:
     """What each micro-batch weighs in the loss of the global batch; see [Note: unequal micro-batches]."""
 
     def __init__(self, batch: Any, parts: list[Any], model: BoostedModel) -> None:
@@ -103,13 +103,13 @@ class _Shares:
         return (torch.stack(all_gather(mine, self.dp)).sum(0) / self.dp.size).float()
 
 
-def _forward(model: BoostedModel, part: Any) -> Any:
+def run_on(model: BoostedModel, part: Any) -> Any:
     if isinstance(part, Mapping):
         return model.run(**part)
     return model.run(*part) if isinstance(part, (list, tuple)) else model.run(part)
 
 
-def _own_loss(output: Any) -> torch.Tensor:
+def own_loss(output: Any) -> torch.Tensor:
     loss = getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):
         loss = output.get("loss")
@@ -120,15 +120,15 @@ def _own_loss(output: Any) -> torch.Tensor:
     return loss
 
 
-def _detached(output: Any) -> Any:
+def detached(output: Any) -> Any:
     if isinstance(output, torch.Tensor):
         return output.detach()
     if isinstance(output, Mapping):
         return (
-            type(output)({key: _detached(value) for key, value in output.items()})
+            type(output)({key: detached(value) for key, value in output.items()})
             if type(output) is dict
-            else {key: _detached(value) for key, value in output.items() if value is not None}
+            else {key: detached(value) for key, value in output.items() if value is not None}
         )
     if isinstance(output, (list, tuple)):
-        return tuple(_detached(item) for item in output)
+        return tuple(detached(item) for item in output)
     return output

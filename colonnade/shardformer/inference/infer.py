@@ -128,7 +128,7 @@ def look_at(model: Any) -> tuple[list[Region], Spine | None]:
         PolicyError: its forward runs neither there nor here.
     """
     refused: list[str] = []
-    for shadow in _shadows(model):
+    for shadow in shadows(model):
         on_meta = device_of(shadow).type == "meta"
         for options in probes(shadow):
             try:
@@ -152,7 +152,7 @@ def look_at(model: Any) -> tuple[list[Region], Spine | None]:
     )
 
 
-def _shadows(model: Any) -> Iterator[nn.Module]:
+def shadows(model: Any) -> Iterator[nn.Module]:
     """What may be run in the model's place: copies without weights, then the model itself."""
     yield built_anew(model)[0] or without_weights(model)
     if device_of(model).type != "meta":

@@ -1,0 +1,258 @@
+"""Pipeline: a model cut into stages inside a booster. Cuts it, and runs global batches through it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from colonnade.booster.plugin.batches import batch_rows, join_outputs, next_batch, split_rows, take_rows
+from colonnade.booster.plugin.boosted_model import BoostedModel, zero_from
+from colonnade.booster.plugin.microbatch import Shares, detached, own_loss, run_on
+from colonnade.booster.plugin.pipeline_options import PipelineOptions
+from colonnade.cluster.device import current_device
+from colonnade.cluster.mesh import ParallelMesh
+from colonnade.comm.collectives import all_gather_object, broadcast
+from colonnade.errors import ShapeError
+from colonnade.model.adapters import plain_model
+from colonnade.model.layout import layout_of, set_layout
+from colonnade.pipeline.balance import balance
+from colonnade.pipeline.cut import Cut, cut_chain
+from colonnade.pipeline.runtime import Runtime
+from colonnade.pipeline.schedule import Schedule, make_schedule
+from colonnade.pipeline.shared import Shared, SharedParameters
+from colonnade.pipeline.stage import StagedModel, hollow
+from colonnade.precision.optimizer import ParallelOptimizer
+from colonnade.shardformer.inference.chain import chain_of, units_of
+split_backward = None  # TEMP
+
+
+class PipelinePlan:
+    """How a model will be cut; found before it is split or changed.
+
+    Args:
+        model: the user's, whole.
+        mesh: the ranks.
+        options: what the user chose.
+
+    Raises:
+        PolicyError, ConfigError: the same on every rank; it cannot be cut so.
+    """
+
+    def __init__(self, model: nn.Module, mesh: ParallelMesh, options: PipelineOptions) -> None:
+        self.mesh, self.options, self.axis = mesh, options, mesh.axis("pp")
+        plain = plain_model(model)
+        chain = chain_of(model)
+        stages = self.axis.size * options.stages_per_rank
+        self.cut: Cut = cut_chain(chain, balance(plain, chain, stages, options.counts))
+        self.units = tuple(units_of(plain))
+        self._order = make_schedule(options.style, self.axis.size, 1, options.chunks)
+
+    def apply(self, model: nn.Module) -> StagedModel:
+        """Cut the model, which may have been split over other axes since: it keeps what this rank's stages need."""
+        plain = plain_model(model)
+        held = [self._units_of(rank) for rank in range(self.axis.size)]
+        owners = {path: plain.get_submodule(path) for path in self.units}
+        everywhere = {p for name, p in plain.named_parameters() if name in self.cut.chain.everywhere}
+        names = _all_names(model)
+        for param, of in names.items():
+            if len(of) > 1:
+                set_layout(param, layout_of(param).named(*of))
+        self.shared = self._shared(names, owners, held, everywhere)
+        stages = self._order.stages_of(self.axis.rank)
+        staged = StagedModel(model, self.cut, stages, self._recomputed())
+        for path, module in owners.items():
+            if path not in held[self.axis.rank]:
+                hollow(module, everywhere)
+            elif self._order.splits_backward:
+                split_backward(module)
+        return staged
+
+    def _units_of(self, rank: int) -> set[str]:
+        """Names of the units on a rank; those that a forward does not call are on the first."""
+        called = {call.path for call in self.cut.chain.calls}
+        uncalled = {path for path in self.units if path not in called} if rank == 0 else set()
+        return self.cut.paths_of(self._order.stages_of(rank)) | uncalled
+
+    def _recomputed(self) -> set[str]:
+        if self.options.checkpointing is None:
+            return set()
+        numbers = self.options.checkpointing.blocks_of(self.cut.counts)
+        found: set[str] = set()
+        for stage, number in enumerate(numbers):
+            blocks = [n for n in self.cut.chain.blocks if self.cut.stage_of[n] == stage]
+            found |= {self.cut.chain.calls[n].path for n in blocks[:number]}
+        return found
+
+    def _shared(
+        self,
+        names: dict[nn.Parameter, list[str]],
+        owners: dict[str, nn.Module],
+        held: Sequence[set[str]],
+        everywhere: set[nn.Parameter],
+    ) -> SharedParameters:
+        """The parameters that several ranks hold, in the order of the model."""
+        homes: dict[nn.Parameter, set[str]] = {}
+        for path, module in owners.items():
+            for param in module.parameters():
+                homes.setdefault(param, set()).add(path)
+        found = []
+        for param in names:
+            if not param.requires_grad:
+                continue
+            on_all = param in everywhere or param not in homes
+            holders = tuple(r for r, units in enumerate(held) if on_all or homes[param] & units)
+            if len(holders) > 1:
+                found.append(Shared(param if self.axis.rank in holders else None, holders))
+        return SharedParameters(found, self.axis)
+
+    def keep_own(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Leave in the optimizer's groups what this rank steps on."""
+        own = set(model.parameters()) - self.shared.copies
+        for group in optimizer.param_groups:
+            for param in [p for p in group["params"] if p not in own]:
+                optimizer.state.pop(param, None)
+            group["params"] = [p for p in group["params"] if p in own]
+
+
+def _all_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return names
+
+
+class Pipeline:
+    """Runs global batches through the stages.
+
+    Args:
+        plan: how the model was cut.
+        staged: the model.
+    """
+
+    def __init__(self, plan: PipelinePlan, staged: StagedModel) -> None:
+        self.plan, self.mesh, self.axis = plan, plan.mesh, plan.axis
+        self.runtime = Runtime(staged, plan.axis, current_device())
+        self.schedule: Schedule | None = None  # of the last batch
+        self._schedules: dict[tuple[int, bool], Schedule] = {}
+
+    def execute(
+        self,
+        data_iter: Any,
+        model: BoostedModel,
+        criterion: Callable[[Any, Any], torch.Tensor] | None,
+        optimizer: ParallelOptimizer | None,
+        *,
+        microbatch_size: int | None,
+        num_microbatches: int | None,
+        return_loss: bool,
+        return_outputs: bool,
+    ) -> dict[str, Any]:
+        """Forward, and backward if an optimizer is given and gradients are on, over the next batch of `data_iter`.
+
+        Returns:
+            {"loss": the mean over the global batch, the same scalar on every rank, or None; "outputs": of the whole local
+            batch on the ranks of the last stage, else None}.
+        """
+        batch = next_batch(data_iter)
+        rows = batch_rows(batch)
+        if rows == 0:
+            raise ShapeError("this rank's share of the batch has no rows: every rank needs at least one in each step.")
+        if microbatch_size is None and num_microbatches is None:
+            num_microbatches = 2 * self.axis.size
+        cuts = split_rows(rows, microbatch_size, num_microbatches)
+        parts = [take_rows(batch, rows, *cut) for cut in cuts]
+        trained = optimizer if torch.is_grad_enabled() else None
+        step = _Step(model, criterion, trained, Shares(batch, parts, model), parts, return_loss, return_outputs)
+        schedule = self.schedule = self._schedule(len(parts), trained is None)
+        if trained is None:
+            with torch.no_grad():
+                self.runtime.play(schedule, parts, step)
+        else:
+            with trained.no_sync():
+                self.runtime.play(schedule, parts, step)
+            trained.reduce()
+        outputs = [step.made[index] for index in sorted(step.made)]
+        is_last = schedule.rank_of(schedule.num_stages - 1) == self.axis.rank
+        return {
+            "loss": self._told(step, model, schedule, is_last) if return_loss else None,
+            "outputs": join_outputs(outputs, [b - a for a, b in cuts]) if return_outputs and is_last else None,
+        }
+
+    def _schedule(self, microbatches: int, forward_only: bool) -> Schedule:
+        key = microbatches, forward_only
+        if key not in self._schedules:
+            options = self.plan.options
+            self._schedules[key] = make_schedule(
+                options.style, self.axis.size, microbatches, options.chunks, forward_only
+            )
+        return self._schedules[key]
+
+    def _told(self, step: _Step, model: BoostedModel, schedule: Schedule, is_last: bool) -> torch.Tensor:
+        """The loss, known on the last stage, on every rank."""
+        mean = step.shares.mean(step.total, model) if is_last else torch.zeros((), device=current_device())
+        return broadcast(mean, self.axis, schedule.rank_of(schedule.num_stages - 1))
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write when each rank of this pipeline did what in the last batch; `colonnade schedule --trace` draws it.
+
+        Called by every rank; one rank of the first data-parallel replica writes.
+        """
+        events = all_gather_object([asdict(event) for event in self.runtime.record.events], self.axis)
+        if self.schedule is None or self.mesh.world.rank:
+            return
+        start = min(event["start"] for of_rank in events for event in of_rank)
+        rows = [
+            {**e, "rank": rank, "start": e["start"] - start, "end": e["end"] - start}
+            for rank, of_rank in enumerate(events)
+            for e in of_rank
+        ]
+        schedule = self.schedule
+        head = {"style": schedule.style, "ranks": schedule.ranks, "microbatches": schedule.microbatches}
+        Path(path).write_text(json.dumps({**head, "chunks": schedule.chunks, "events": rows}))
+
+
+class _Step:
+    """What is done with the micro-batches of one batch."""
+
+    def __init__(
+        self,
+        model: BoostedModel,
+        criterion: Callable[[Any, Any], torch.Tensor] | None,
+        optimizer: ParallelOptimizer | None,
+        shares: Shares,
+        parts: Sequence[Any],
+        wants_loss: bool,
+        wants_outputs: bool,
+    ) -> None:
+        self.model, self.criterion, self.optimizer, self.shares, self.parts = model, criterion, optimizer, shares, parts
+        self.wants_loss, self.wants_outputs = wants_loss or optimizer is not None, wants_outputs
+        self.made: dict[int, Any] = {}  # outputs by number of the micro-batch
+        self.total: torch.Tensor | None = None
+
+    def forward(self, part: Any) -> Any:
+        return run_on(self.model, part)
+
+    def loss(self, output: Any, index: int) -> torch.Tensor | None:
+        if self.wants_outputs:
+            self.made[index] = detached(output)
+        if not self.wants_loss:
+            return None
+        loss = self.criterion(output, self.parts[index]) if self.criterion is not None else own_loss(output)
+        weight = self.shares.weights[index]
+        if weight:
+            loss = loss.float() * weight
+            self.total = loss.detach() if self.total is None else self.total + loss.detach()
+        if self.optimizer is None:
+            return None
+        return self.optimizer.scaled(loss if weight else zero_from(output))
+
+    def backward(self, tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
+        if self.optimizer is not None:
+            self.optimizer.backward_from(list(tensors), list(gradients))
