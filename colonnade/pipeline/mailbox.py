@@ -21,7 +21,16 @@ from colonnade.errors import ShapeError, explain
 Spec = tuple[torch.Size, torch.dtype]
 Signature = Any  # hashable: what decides the shapes of a micro-batch
 MAX_DIMS = 8
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.bool,
+    torch.uint8,
+)
 
 
 class Message(NamedTuple):
@@ -41,7 +50,9 @@ class Message(NamedTuple):
 class _Arriving:
     """Tensors on their way to this rank."""
 
-    def __init__(self, tensors: list[torch.Tensor], works: list[dist.Work | None], axis: Axis, message: Message) -> None:
+    def __init__(
+        self, tensors: list[torch.Tensor], works: list[dist.Work | None], axis: Axis, message: Message
+    ) -> None:
         self.tensors, self.works, self.axis, self.message = tensors, works, axis, message
 
     def wait(self) -> list[torch.Tensor]:
@@ -97,7 +108,9 @@ class Mailbox:
                 )
             )  # fmt: skip
 
-    def post(self, message: Message, source: int, signature: Signature = None, specs: Sequence[Spec] | None = None) -> None:
+    def post(
+        self, message: Message, source: int, signature: Signature = None, specs: Sequence[Spec] | None = None
+    ) -> None:
         """Make ready to receive a message; a second call does nothing.
 
         Args:
@@ -137,7 +150,9 @@ class Mailbox:
 
     def _tag(self, message: Message, index: int) -> int:
         width = max(self.counts, default=0) + 1
-        return 1 + ((message.microbatch * len(self.counts) + message.border) * 2 + (message.kind == "B")) * width + index
+        return (
+            1 + ((message.microbatch * len(self.counts) + message.border) * 2 + (message.kind == "B")) * width + index
+        )
 
 
 def _head(specs: Sequence[Spec]) -> torch.Tensor:

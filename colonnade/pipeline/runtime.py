@@ -20,6 +20,7 @@ from colonnade.model.tree import leaves
 from colonnade.pipeline.mailbox import Mailbox, Message
 from colonnade.pipeline.schedule import Action, Schedule
 from colonnade.pipeline.stage import StagedModel, as_input
+
 WeightGradients = None  # TEMP
 
 LOOKAHEAD = 2  # so many actions ahead a rank makes ready to receive

@@ -104,7 +104,9 @@ class SharedParameters:
         return copies, owned
 
 
-def holders_of(names: Mapping[nn.Parameter, Sequence[str]], held: Sequence[Callable[[str], bool]]) -> dict[nn.Parameter, tuple[int, ...]]:
+def holders_of(
+    names: Mapping[nn.Parameter, Sequence[str]], held: Sequence[Callable[[str], bool]]
+) -> dict[nn.Parameter, tuple[int, ...]]:
     """Which ranks of the pipeline hold each parameter.
 
     Args:

@@ -12,6 +12,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 
 from colonnade.cluster.device import current_device
 from colonnade.cluster.mesh import ParallelMesh
+from colonnade.comm.reducer import BucketReducer
 from colonnade.errors import ConfigError, UsageError, explain
 from colonnade.model.layout import has_layout, layout_of, local_of
 from colonnade.precision.clipping import Clipping
@@ -27,15 +28,8 @@ class Reducer(Protocol):
     def unreduced(self) -> bool:
         """Whether gradients have been accumulated and not averaged."""
 
-    @property
-    def is_paused(self) -> bool:
-        """Whether gradients are only accumulated at present."""
-
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Backward pass of a loss, and the reduction of its gradients unless paused."""
-
-    def contribute(self, param: nn.Parameter, grad: torch.Tensor) -> None:
-        """Add a gradient that comes from elsewhere to what has been accumulated."""
 
     def paused(self) -> AbstractContextManager[None]:
         """Only accumulate inside the block."""
@@ -145,7 +139,7 @@ class ParallelOptimizer(Optimizer):
 
     def reduce(self) -> None:
         """Bring together what pipeline stages and data-parallel ranks have accumulated, unless inside `no_sync`."""
-        if self.reducer is None or self.reducer.is_paused:
+        if not isinstance(self.reducer, BucketReducer) or self.reducer.is_paused:
             return
         if self.copies is not None:
             with self.reducer.paused():

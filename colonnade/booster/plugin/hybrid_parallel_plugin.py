@@ -49,6 +49,7 @@ class HybridParallelPlugin(DPPluginBase):
         num_model_chunks: stages on each rank, for "interleaved" (by default 2).
         num_layers_per_stage: blocks of each stage; by default as evenly as their costs allow.
         gradient_checkpoint_config: which blocks of a pipeline are computed again in the backward pass.
+        check_cut: try the cut on a tiny twin before the model is changed, where the family has no policy of its own.
         zero_stage: 1 deals optimizer states out over data-parallel ranks, 2 gradients too; see `LowLevelZeroPlugin`.
         precision: "bf16" or "fp16" (parameters and activations in 16 bits, optimizer on float32 master weights), or "fp32".
         max_norm: gradients are clipped to this global norm; 0 leaves them.
@@ -83,6 +84,7 @@ class HybridParallelPlugin(DPPluginBase):
         num_model_chunks: int | None = None,
         num_layers_per_stage: Sequence[int] | None = None,
         gradient_checkpoint_config: PipelineGradientCheckpointConfig | None = None,
+        check_cut: bool = True,
         enable_fused_normalization: bool = False,
         enable_flash_attention: bool = False,
         num_microbatches: int | None = None,
@@ -95,7 +97,9 @@ class HybridParallelPlugin(DPPluginBase):
         check_batches: bool = False,
     ) -> None:
         _refuse_what_is_missing(sp_size, sequence_parallelism_mode)
-        self.pipeline = PipelineOptions(pp_style, num_model_chunks, num_layers_per_stage, gradient_checkpoint_config)
+        self.pipeline = PipelineOptions(
+            pp_style, num_model_chunks, num_layers_per_stage, gradient_checkpoint_config, check_cut
+        )
         _check_pipeline(pp_size, zero_stage, self.pipeline)
         self.zero_stage = check_stage(zero_stage, (0, 1, 2))
         self.options = ZeroOptions(bucket_bytes, communication_dtype, overlap_communication, cpu_offload)

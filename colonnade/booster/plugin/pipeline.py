@@ -17,19 +17,25 @@ from colonnade.booster.plugin.boosted_model import BoostedModel, zero_from
 from colonnade.booster.plugin.microbatch import Shares, detached, own_loss, run_on
 from colonnade.booster.plugin.pipeline_options import PipelineOptions
 from colonnade.cluster.device import current_device
-from colonnade.cluster.mesh import ParallelMesh
+from colonnade.cluster.mesh import Axis, ParallelMesh
 from colonnade.comm.collectives import all_gather_object, broadcast
-from colonnade.errors import ShapeError
+from colonnade.errors import PolicyError, ShapeError, explain
 from colonnade.model.adapters import plain_model
 from colonnade.model.layout import layout_of, set_layout
 from colonnade.pipeline.balance import balance
-from colonnade.pipeline.cut import Cut, cut_chain
+from colonnade.pipeline.check import difference
+from colonnade.pipeline.cut import Cut, blocks_bound, cut_chain
 from colonnade.pipeline.runtime import Runtime
 from colonnade.pipeline.schedule import Schedule, make_schedule
 from colonnade.pipeline.shared import Shared, SharedParameters
 from colonnade.pipeline.stage import StagedModel, hollow
 from colonnade.precision.optimizer import ParallelOptimizer
 from colonnade.shardformer.inference.chain import chain_of, units_of
+from colonnade.shardformer.inference.check import in_double, said
+from colonnade.shardformer.inference.infer import twin_of
+from colonnade.shardformer.inference.probe import loss_of
+from colonnade.shardformer.registry import has_policy
+
 split_backward = None  # TEMP
 
 
@@ -52,6 +58,8 @@ class PipelinePlan:
         stages = self.axis.size * options.stages_per_rank
         self.cut: Cut = cut_chain(chain, balance(plain, chain, stages, options.counts))
         self.units = tuple(units_of(plain))
+        if options.check_cut and not has_policy(plain):
+            check_on_twin(model, stages, mesh.world)
         self._order = make_schedule(options.style, self.axis.size, 1, options.chunks)
 
     def apply(self, model: nn.Module) -> StagedModel:
@@ -119,6 +127,45 @@ class PipelinePlan:
             for param in [p for p in group["params"] if p not in own]:
                 optimizer.state.pop(param, None)
             group["params"] = [p for p in group["params"] if p in own]
+
+
+_CHECKED: dict[str, str] = {}  # what was found wrong with a cut, by model and number of stages
+
+
+def check_on_twin(model: nn.Module, stages: int, world: Axis) -> None:
+    """Cut a tiny twin of the model, and compare loss and gradients with those of the whole twin; one rank does it for all.
+
+    Families with a policy of their own have been compared already, by the library's tests.
+
+    Raises:
+        PolicyError: on every rank, where they differ or there can be no twin.
+    """
+    wrong = ""
+    if world.rank == 0:
+        key = f"{type(model).__qualname__} {getattr(model, 'config', id(model))} {stages}"
+        if key not in _CHECKED:
+            _CHECKED[key] = _wrong_with_twin(model, stages)
+        wrong = _CHECKED[key]
+    wrong = all_gather_object(wrong, world)[0]
+    if wrong:
+        raise PolicyError(
+            explain(
+                f"{type(plain_model(model)).__name__} cannot be cut into pipeline stages: its tiny twin, cut, does not compute what it computes whole.",
+                [("found", wrong), ("try", "pp_size=1; or check_cut=False, if you know better")],
+            )
+        )  # fmt: skip
+
+
+def _wrong_with_twin(model: nn.Module, stages: int) -> str:
+    try:
+        twin = twin_of(model)
+        chain = chain_of(twin.model)
+        places = 1 + len(chain.blocks) - 1 - sum(b - a for a, b in blocks_bound(chain))
+        cut = cut_chain(chain, balance(twin.model, chain, max(1, min(stages, places))))
+        with in_double(), torch.enable_grad():
+            return difference(twin.model, cut, twin.inputs, loss_of)
+    except Exception as error:  # a model's own code; every rank has to hear of it
+        return said(error)
 
 
 def _all_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:

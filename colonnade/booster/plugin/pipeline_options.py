@@ -49,13 +49,20 @@ class PipelineGradientCheckpointConfig:
         ratio = self.gradient_checkpointing_ratio
         if isinstance(ratio, (int, float)):
             return [round(ratio * n) for n in counts]
-        chosen = [round(r * n) for r, n in zip(ratio, counts)] if ratio is not None else list(self.num_ckpt_layers_per_stage or ())
+        chosen = (
+            [round(r * n) for r, n in zip(ratio, counts)]
+            if ratio is not None
+            else list(self.num_ckpt_layers_per_stage or ())
+        )
         number = len(ratio) if ratio is not None else len(chosen)
         if number != len(counts) or any(not 0 <= n <= most for n, most in zip(chosen, counts)):
             raise ConfigError(
                 explain(
                     f"{self} does not fit the pipeline.",
-                    [("found", f"stages of {list(counts)} blocks"), ("needs", "a number for each stage, at most its blocks")],
+                    [
+                        ("found", f"stages of {list(counts)} blocks"),
+                        ("needs", "a number for each stage, at most its blocks"),
+                    ],
                 )
             )
         return chosen

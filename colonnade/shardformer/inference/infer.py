@@ -97,15 +97,7 @@ def _choose(model: Any, ranks: int) -> tuple[Choice, dict[str, set[str]]]:
     found = cache.find(key)
     small, regions = _twin_of(model, ranks, reason)
     if found is None:
-        try:
-            twin = Twin(small, ranks)
-        except Exception as error:  # a model's own code
-            raise PolicyError(
-                explain(
-                    f"no policy for {type(model).__name__} could be checked: its tiny twin does not train in one process.",
-                    [("reason", said(error)), ("try", "custom_policy=… (docs/new_policy.md), or TorchDDPPlugin")],
-                )
-            ) from error
+        twin = _trained(model, small, ranks)
         found = search(twin, regions)
         cache.keep(key, found)
     signatures: dict[str, set[str]] = {}
@@ -175,6 +167,33 @@ def as_if_training(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(False)
         for module, mode in training.items():
             module.training = mode
+
+
+def twin_of(model: Any, ranks: int = 1) -> Twin:
+    """A small model of the same make in float64, with inputs and what a training step of it gives.
+
+    Args:
+        ranks: over which it is to be split.
+
+    Raises:
+        PolicyError: none can be built, or it does not train.
+    """
+    if has_adapters(model):
+        model = without_adapters(model)
+    small, _ = _twin_of(model, ranks, built_anew(model)[1])
+    return _trained(model, small, ranks)
+
+
+def _trained(model: Any, small: nn.Module, ranks: int) -> Twin:
+    try:
+        return Twin(small, ranks)
+    except Exception as error:  # a model's own code
+        raise PolicyError(
+            explain(
+                f"{type(model).__name__} could not be checked: its tiny twin does not train in one process.",
+                [("reason", said(error)), ("try", "custom_policy=… (docs/new_policy.md), or TorchDDPPlugin")],
+            )
+        ) from error
 
 
 def _twin_of(model: Any, ranks: int, reason: str) -> tuple[nn.Module, list[Region]]:
