@@ -178,6 +178,23 @@ class Booster:
         """
         self.plugin.save_lora_as_pretrained(model, path, use_safetensors)
 
+    def generate(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Generate by the model's own `generate`, in evaluation mode and without gradients. All ranks call it.
+
+        The ranks that share a replica of the model (tp, pp) pass the same prompts; data-parallel replicas may pass
+        different ones. With a pipeline keys and values are not kept, which costs time for long texts.
+
+        Args:
+            *args, **kwargs: as of transformers' `generate`.
+
+        Returns:
+            What that returns, the same on every rank of a replica.
+
+        Raises:
+            UsageError: the model has no `generate`, or this way of generating cannot go through stages.
+        """
+        return self.plugin.generate(model, *args, **kwargs)
+
     def prepare_dataloader(self, dataset: Any, batch_size: int, **kwargs: Any) -> DataLoader:
         """The plugin's data loader; see `plugin.prepare_dataloader`."""
         return self.plugin.prepare_dataloader(dataset, batch_size, **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from colonnade.model.layout import layout_of, set_layout
 from colonnade.pipeline.balance import balance
 from colonnade.pipeline.check import difference
 from colonnade.pipeline.cut import Cut, blocks_bound, cut_chain
+from colonnade.pipeline.mailbox import DTYPES
 from colonnade.pipeline.runtime import Runtime
 from colonnade.pipeline.schedule import Schedule, make_schedule
 from colonnade.pipeline.shared import Shared, SharedParameters
@@ -246,6 +247,27 @@ class Pipeline:
         mean = step.shares.mean(step.total, model) if is_last else torch.zeros((), device=current_device())
         return broadcast(mean, self.axis, schedule.rank_of(schedule.num_stages - 1))
 
+    def last_logits(self, forward: Callable[..., Any], inputs: Mapping[str, Any]) -> torch.Tensor:
+        """Logits [batch, 1, vocabulary] of the last position, on every rank; without gradients.
+
+        Args:
+            forward: the model's own.
+            inputs: of the whole model, the same on every rank of the pipeline.
+        """
+        found = _Logits(forward)
+        schedule = self._schedule(1, forward_only=True)
+        self.runtime.play(schedule, [inputs], found)
+        source = schedule.rank_of(schedule.num_stages - 1)
+        head = torch.zeros(3 + 1, dtype=torch.int64, device=current_device())
+        if found.logits is not None:
+            head[:3] = torch.tensor(found.logits.shape)
+            head[3] = DTYPES.index(found.logits.dtype)
+        *shape, kind = broadcast(head, self.axis, source).tolist()
+        logits = torch.empty(shape, dtype=DTYPES[kind], device=current_device())
+        if found.logits is not None:
+            logits = found.logits.contiguous()
+        return broadcast(logits, self.axis, source)
+
     def save_trace(self, path: str | Path) -> None:
         """Write when each rank of this pipeline did what in the last batch; `colonnade schedule --trace` draws it.
 
@@ -263,6 +285,23 @@ class Pipeline:
         schedule = self.schedule
         head = {"style": schedule.style, "ranks": schedule.ranks, "microbatches": schedule.microbatches}
         Path(path).write_text(json.dumps({**head, "chunks": schedule.chunks, "events": rows}))
+
+
+class _Logits:
+    """Runs a forward for the logits of the last position."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self.run = run
+        self.logits: torch.Tensor | None = None
+
+    def forward(self, part: Any) -> Any:
+        return self.run(**part)
+
+    def loss(self, output: Any, index: int) -> None:
+        self.logits = output["logits"][:, -1:]
+
+    def backward(self, tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
+        """Never called: there are no gradients."""
 
 
 class _Step:

@@ -18,6 +18,7 @@ from colonnade import checkpoint
 from colonnade.booster.plugin.batches import check_microbatching
 from colonnade.booster.plugin.boosted_model import BoostedModel
 from colonnade.booster.plugin.dataloader import StatefulDataLoader, make_dataloader
+from colonnade.booster.plugin.generation import generate
 from colonnade.booster.plugin.lora import add_lora, check_lora_model, check_no_adapters
 from colonnade.booster.plugin.microbatch import run_microbatches
 from colonnade.cluster.mesh import ParallelMesh
@@ -102,6 +103,10 @@ class Plugin(ABC):
     @abstractmethod
     def load_model(self, model: nn.Module, path: str | Path, **kwargs: Any) -> None:
         """Read such a folder into the model, each rank its own part."""
+
+    @abstractmethod
+    def generate(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Generate with the model, all ranks together."""
 
     @abstractmethod
     def support_lora(self) -> bool:
@@ -233,6 +238,9 @@ class DPPluginBase(Plugin):
         checkpoint.load_model(boosted.unwrap(), path, self.mesh, **kwargs)
         for optimizer in boosted.optimizers:
             optimizer.stepped.refresh()
+
+    def generate(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return generate(boosted_model(model), self.mesh, *args, **kwargs)
 
     def support_lora(self) -> bool:
         return True
