@@ -51,9 +51,9 @@ class _Arriving:
     """Tensors on their way to this rank."""
 
     def __init__(
-        self, tensors: list[torch.Tensor], works: list[dist.Work | None], axis: Axis, message: Message
+        self, tensors: list[torch.Tensor], works: list[dist.Work | None], axis: Axis, message: Message, source: int
     ) -> None:
-        self.tensors, self.works, self.axis, self.message = tensors, works, axis, message
+        self.tensors, self.works, self.axis, self.message, self.source = tensors, works, axis, message, source
 
     def wait(self) -> list[torch.Tensor]:
         for work in self.works:
@@ -123,7 +123,7 @@ class Mailbox:
             specs = self._shapes(message, source, signature)
         tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in specs]
         works = [receive_start(t, self.axis, source, self._tag(message, i)) for i, t in enumerate(tensors)]
-        self._arriving[message] = _Arriving(tensors, works, self.axis, message)
+        self._arriving[message] = _Arriving(tensors, works, self.axis, message, source)
 
     def _shapes(self, message: Message, source: int, signature: Signature) -> list[Spec]:
         key = (message.border, signature)
@@ -137,6 +137,10 @@ class Mailbox:
     def knows(self, message: Message, signature: Signature) -> bool:
         """Whether the shapes of a message are known, so that making ready for it does not wait."""
         return (message.border, signature) in self.specs
+
+    def waiting_for(self, source: int) -> int:
+        """Number of messages of a rank that have been made ready for and not been taken."""
+        return sum(arriving.source == source for arriving in self._arriving.values())
 
     def take(self, message: Message) -> list[torch.Tensor]:
         """The tensors of a message that has been posted, once they are there."""

@@ -1,13 +1,18 @@
 """Runtime: plays a rank's list of actions on its stages.
 
 Everything that depends on a schedule is in its lists; here is only what an action does. A forward takes what the stage
-before has sent and sends what it makes; a backward takes the gradients of that and sends those of what it was given. What
-has not been sent yet is made ready for in advance, so that it travels while this rank computes.
+before has sent and sends what it makes; a backward takes the gradients of that and sends those of what it was given.
+
+[Note: one order for both ends]
+Backends without tags match what two ranks send each other by order. So each pair of ranks has one list of its messages, and
+both start to send and to receive in the order of that list: a message waits until all before it have been started. Receiving
+is started in advance as far as that allows, so that messages travel while this rank computes.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -18,12 +23,11 @@ import torch
 from colonnade.cluster.mesh import Axis
 from colonnade.model.tree import leaves
 from colonnade.pipeline.mailbox import Mailbox, Message
-from colonnade.pipeline.schedule import Action, Schedule
+from colonnade.pipeline.schedule import Action, Schedule, play_order
 from colonnade.pipeline.stage import StagedModel, as_input
+from colonnade.shardformer.layer.deferred import WeightGradients
 
-WeightGradients = None  # TEMP
-
-LOOKAHEAD = 2  # so many actions ahead a rank makes ready to receive
+AHEAD = 2  # so many messages of a peer may be waited for in advance
 
 
 class Step(Protocol):
@@ -109,14 +113,16 @@ class _Playing:
         self.signatures = [_signature(part) for part in parts]
         self.last = schedule.num_stages - 1
         self.passes: dict[tuple[int, int], _Pass] = {}
-        self.local: dict[Message, list[torch.Tensor]] = {}  # between two stages of this rank
+        self.made: dict[Message, list[torch.Tensor]] = {}  # not sent yet, or for another stage of this rank
+        self.queues = _queues(schedule, self.axis.rank)
         self.in_flight = 0
         self.record = Record()
 
     def run(self) -> None:
         play = {"F": self._forward, "B": self._backward, "W": self._weights}
-        for position, action in enumerate(self.actions):
-            self._make_ready(position)
+        for action in self.actions:
+            for peer in self.queues:
+                self._start_messages(peer)
             start = time.perf_counter()
             play[action.kind](action)
             self.record.events.append(Event(action.kind, action.stage, action.microbatch, start, time.perf_counter()))
@@ -128,15 +134,16 @@ class _Playing:
         if stage:
             received = [as_input(t) for t in self._take(Message("F", stage, index), stage - 1)]
         part = self.parts[index]
-        result = self.staged.forward(stage, received, lambda: self.step.forward(part))
-        loss = self.step.loss(result.output, index) if stage == self.last else None
-        if stage != self.last:
-            self._give(Message("F", stage + 1, index), stage + 1, [t.detach() for t in result.sent])
+        store = WeightGradients() if self.schedule.splits_backward and torch.is_grad_enabled() else None
+        with nullcontext() if store is None else store.deferring():
+            result = self.staged.forward(stage, received, lambda: self.step.forward(part))
+            loss = self.step.loss(result.output, index) if stage == self.last else None
         if torch.is_grad_enabled():
-            store = WeightGradients() if self.schedule.splits_backward else None
             self.passes[stage, index] = _Pass(received, result.sent, loss, store)
             self.in_flight += 1
             self.record.peak_in_flight = max(self.record.peak_in_flight, self.in_flight)
+        if stage != self.last:
+            self._give(Message("F", stage + 1, index), stage + 1, [t.detach() for t in result.sent])
 
     def _backward(self, action: Action) -> None:
         stage, index = action.stage, action.microbatch
@@ -165,45 +172,65 @@ class _Playing:
 
     def _give(self, message: Message, stage: int, tensors: list[torch.Tensor]) -> None:
         rank = self.schedule.rank_of(stage)
-        if rank == self.axis.rank:
-            self.local[message] = tensors
-        else:
-            self.mailbox.send(message, rank, tensors, self.signatures[message.microbatch])
+        self.made[message] = tensors
+        if rank != self.axis.rank:
+            self._start_messages(rank, until=message)
 
     def _take(self, message: Message, stage: int) -> list[torch.Tensor]:
         """What a stage has sent."""
-        if self.schedule.rank_of(stage) == self.axis.rank:
-            return self.local.pop(message)
-        self._post(message, stage)
+        rank = self.schedule.rank_of(stage)
+        if rank == self.axis.rank:
+            return self.made.pop(message)
+        self._start_messages(rank, until=message)
         return self.mailbox.take(message)
 
-    def _post(self, message: Message, stage: int) -> None:
+    def _start_messages(self, peer: int, until: Message | None = None) -> None:
+        """Start the next messages to and from a peer; see [Note: one order for both ends].
+
+        Args:
+            until: one that has to be started, with all before it; without it nothing is done that may have to wait.
+        """
+        queue = self.queues.get(peer, deque())
+        ends = queue.index(until) if until is not None and until in queue else -1
+        while queue:
+            message, forced = queue[0], ends >= 0
+            if message in self.made:
+                self.mailbox.send(message, peer, self.made.pop(message), self.signatures[message.microbatch])
+            elif self._sender(message) == self.axis.rank or not (forced or self._can_wait_for(peer, message)):
+                return
+            else:
+                self._receive(message, peer)
+            queue.popleft()
+            ends -= 1
+
+    def _sender(self, message: Message) -> int:
+        return self.schedule.rank_of(message.border - (message.kind == "F"))
+
+    def _can_wait_for(self, peer: int, message: Message) -> bool:
+        """Whether receiving can be started in advance: there are not too many already, and the shapes are known."""
+        known = message.kind == "B" or self.mailbox.knows(message, self.signatures[message.microbatch])
+        return known and self.mailbox.waiting_for(peer) < AHEAD
+
+    def _receive(self, message: Message, peer: int) -> None:
         specs = None
         if message.kind == "B":
             sent = self.passes[message.border - 1, message.microbatch].sent
             specs = [(t.shape, t.dtype) for t in sent if t.is_floating_point()]
-        self.mailbox.post(message, self.schedule.rank_of(stage), self.signatures[message.microbatch], specs)
+        self.mailbox.post(message, peer, self.signatures[message.microbatch], specs)
 
-    def _make_ready(self, position: int) -> None:
-        """Post what the next actions need, as far as its shapes are known."""
-        for action in self.actions[position : position + LOOKAHEAD + 1]:
-            found = self._needs(action)
-            if found is not None:
-                self._post(*found)
 
-    def _needs(self, action: Action) -> tuple[Message, int] | None:
-        """The message that an action waits for and can be made ready for now, and the stage that it comes from."""
-        stage, index = action.stage, action.microbatch
-        message = source = None
-        if action.kind == "F" and stage:
-            message, source = Message("F", stage, index), stage - 1
-            ready = self.mailbox.knows(message, self.signatures[index])
-        elif action.kind == "B" and stage != self.last:
-            message, source = Message("B", stage + 1, index), stage + 1
-            ready = (stage, index) in self.passes
-        if message is None or source is None or not ready or self.schedule.rank_of(source) == self.axis.rank:
-            return None
-        return message, source
+def _queues(schedule: Schedule, rank: int) -> dict[int, deque[Message]]:
+    """Peer → the messages between it and this rank, in the order that both follow."""
+    queues: dict[int, deque[Message]] = {}
+    for kind, stage, microbatch in play_order(schedule):
+        other = stage + 1 if kind == "F" else stage - 1
+        if kind == "W" or not 0 <= other < schedule.num_stages:
+            continue
+        ends = {schedule.rank_of(stage), schedule.rank_of(other)}
+        if rank in ends and len(ends) == 2:
+            (peer,) = ends - {rank}
+            queues.setdefault(peer, deque()).append(Message(kind, max(stage, other), microbatch))
+    return queues
 
 
 def _signature(part: Any) -> tuple[Any, ...]:

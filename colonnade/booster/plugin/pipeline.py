@@ -35,9 +35,8 @@ from colonnade.shardformer.inference.chain import chain_of, units_of
 from colonnade.shardformer.inference.check import in_double, said
 from colonnade.shardformer.inference.infer import twin_of
 from colonnade.shardformer.inference.probe import loss_of
+from colonnade.shardformer.layer.deferred import split_backward
 from colonnade.shardformer.registry import has_policy
-
-split_backward = None  # TEMP
 
 
 class PipelinePlan:

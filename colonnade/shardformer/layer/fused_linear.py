@@ -15,6 +15,7 @@ from torch import nn
 from colonnade.cluster.mesh import Axis
 from colonnade.errors import PolicyError
 from colonnade.shardformer.layer.column_product import column_product
+from colonnade.shardformer.layer.deferred import linear_product
 from colonnade.shardformer.layer.linear import ColumnParallel, Heads, Linear1D_Col, RowParallel
 from colonnade.shardformer.layer.region import Region
 from colonnade.shardformer.layer.sharding import Layer, shard_parameter
@@ -119,7 +120,7 @@ class Conv1D_Row(RowParallel, nn.Module):
         return layer
 
     def forward(self, x_BSf: torch.Tensor) -> torch.Tensor:
-        return self._summed(torch.matmul(self._local_input(x_BSf), self.weight))
+        return self._summed(linear_product(self._local_input(x_BSf), self.weight, transposed=True))
 
     def extra_repr(self) -> str:
         return f"{self._rows_repr()}, out_features={self.weight.shape[1]}"

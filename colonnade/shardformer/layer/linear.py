@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from colonnade.cluster.mesh import Axis
 from colonnade.comm.regions import gather_from_region, reduce_from_region, split_to_region
 from colonnade.model.layout import Range, shard_ranges
 from colonnade.shardformer.layer.column_product import column_product
+from colonnade.shardformer.layer.deferred import linear_product
 from colonnade.shardformer.layer.partial import sum_shared_gradient
 from colonnade.shardformer.layer.region import Region
 from colonnade.shardformer.layer.sharding import adopt, gathered_order, ranges_of, shard_parameter
@@ -277,7 +277,7 @@ class Linear1D_Row(RowParallel, nn.Linear):
         shard_parameter(self.weight, 1, ranges, axis)
 
     def forward(self, x_BSf: torch.Tensor) -> torch.Tensor:
-        return self._summed(F.linear(self._local_input(x_BSf), self.weight))
+        return self._summed(linear_product(self._local_input(x_BSf), self.weight))
 
     def extra_repr(self) -> str:
         return f"{self._rows_repr()}, out_features={self.out_features}, bias={self.bias is not None}"

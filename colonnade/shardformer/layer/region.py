@@ -15,11 +15,11 @@ entering makes them in the order
     wait · one tap for each weight · start the all-reduce · (the layers' products, when they are called)
 
 A product's backward yields the input gradient and leaves at the weight's tap what the weight gradient is made of.
+Where the weight gradients are to wait for a pass of their own, there are no taps; see [Note: a backward pass in two parts].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from torch.autograd.function import once_differentiable
 from colonnade.cluster.mesh import Axis
 from colonnade.cluster.streams import ShardStream
 from colonnade.comm.collectives import all_reduce_async, wait
+from colonnade.shardformer.layer.deferred import Factors, is_deferring, summed
 
 if TYPE_CHECKING:
     from colonnade.shardformer.layer.column_product import Reader
@@ -57,14 +58,10 @@ class Tap:
     """Where a product's backward leaves the making of its weight gradient until the all-reduce is on its way."""
 
     def __init__(self) -> None:
-        self.pending: list[Callable[[], torch.Tensor]] = []
+        self.pending: list[Factors] = []
 
     def gradient(self) -> torch.Tensor:
-        first, *others = [make() for make in self.pending]
-        self.pending.clear()
-        for other in others:
-            first += other
-        return first
+        return summed(self.pending)
 
 
 class _Wait(Function):
@@ -150,7 +147,7 @@ class Region:
         taps: list[Tap] = []
         x = _Wait.apply(x, self.axis, works, taps)
         weights: dict[Any, tuple[torch.Tensor, Tap | None]] = {}
-        for layer in self.readers:
+        for layer in () if is_deferring() else self.readers:
             tap = Tap() if layer.weight.requires_grad else None
             if tap is not None:
                 taps.append(tap)
