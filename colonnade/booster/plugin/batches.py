@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from colonnade.cluster.mesh import ParallelMesh
+from colonnade.cluster.mesh import Axis, ParallelMesh
 from colonnade.comm.collectives import all_gather_object
 from colonnade.errors import ConfigError, ShapeError, UsageError, explain
 from colonnade.model.layout import deal
@@ -110,33 +110,35 @@ def check_microbatching(microbatch_size: int | None, num_microbatches: int | Non
         )
 
 
-def check_same_batch(batch: Any, mesh: ParallelMesh) -> None:
-    """Compare a batch over the ranks of a tensor-parallel group, which must all see the same one.
+GROUPS = {"tp": "tensor-parallel group", "pp": "pipeline"}
+
+
+def check_same_batch(batch: Any, mesh: ParallelMesh, name: str = "tp") -> None:
+    """Compare a batch over the ranks of an axis that must all see the same one.
 
     Raises:
-        ShapeError: on every rank of the group, naming the tensors and ranks that differ.
+        ShapeError: on every rank that compares with one that differs, naming the tensors and ranks.
     """
-    axis = mesh.axis("tp")
     mine = {path: (tuple(t.shape), str(t.dtype), _digest(t)) for path, t in tensors_in(batch)}
-    others = all_gather_object(mine, axis)
-    rows = []
+    axis = mesh.axis(name)
+    rows = list(_differing(all_gather_object(mine, axis), axis))
+    if rows:
+        raise ShapeError(
+            explain(
+                f"the ranks of one {GROUPS[name]} were given different batches (ranks {', '.join(map(str, axis.ranks))}).",
+                [*rows, ("try", "plugin.prepare_dataloader, which deals rows out by data-parallel rank")],
+            )
+        )
+
+
+def _differing(others: list[dict[str, tuple[Any, ...]]], axis: Axis) -> Iterable[tuple[str, str]]:
+    """The tensors that are not the same on all ranks of an axis, as rows of a message."""
     for path in sorted({p for other in others for p in other}):
         seen = [other.get(path) for other in others]
         odd = [axis.ranks[i] for i, value in enumerate(seen) if value != seen[0]]
         if odd:
-            rows.append(
-                (
-                    path,
-                    f"rank {odd[0]} has {_describe(seen[axis.ranks.index(odd[0])])}, rank {axis.ranks[0]} {_describe(seen[0])}",
-                )
-            )
-    if rows:
-        raise ShapeError(
-            explain(
-                f"the ranks of one tensor-parallel group were given different batches (ranks {', '.join(map(str, axis.ranks))}).",
-                [*rows, ("try", "plugin.prepare_dataloader, which deals rows out by data-parallel rank")],
-            )
-        )
+            there = _describe(seen[axis.ranks.index(odd[0])])
+            yield path, f"rank {odd[0]} has {there}, rank {axis.ranks[0]} {_describe(seen[0])}"
 
 
 def _digest(tensor: torch.Tensor) -> str:

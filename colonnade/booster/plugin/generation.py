@@ -63,8 +63,8 @@ def _through(pipeline: Pipeline, own: Any, mesh: ParallelMesh) -> Iterator[None]
 
     inner: Any = plain_model(own)  # of a model with adapters, which call that one
     native = inner.forward
-    seed = torch.randint(2**62, (1,), device=current_device())
-    seed = int(broadcast(broadcast(seed, mesh.axis("tp")), mesh.axis("pp")))
+    drawn = torch.randint(2**62, (1,), device=current_device())
+    seed = int(broadcast(broadcast(drawn, mesh.axis("tp")), mesh.axis("pp")))
     devices = [] if current_device().type == "cpu" else [current_device()]
     with torch.random.fork_rng(devices=devices, device_type=current_device().type if devices else "cuda"):
         torch.manual_seed(seed)

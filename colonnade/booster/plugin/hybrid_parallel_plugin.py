@@ -18,6 +18,7 @@ from colonnade.booster.plugin.plugin_base import (
     boosted_model,
     boosted_optimizer,
     check_boostable,
+    check_in_memory,
     pristine_config,
 )
 from colonnade.booster.plugin.start import start_alike
@@ -127,6 +128,7 @@ class HybridParallelPlugin(DPPluginBase):
         lr_scheduler: Any = None,
     ) -> Boosted:
         check_boostable(model, optimizer)
+        check_in_memory(model)
         config, average = pristine_config(model), LossAverage()
         plan = PipelinePlan(model, self.mesh, self.pipeline) if self.mesh.size("pp") > 1 else None
         sharder = ShardFormer(self.shard_config).prepare(model, self.custom_policy, average)

@@ -10,7 +10,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from colonnade.booster.plugin.plugin_base import Boosted, DPPluginBase, check_boostable, pristine_config
+from colonnade.booster.plugin.plugin_base import (
+    Boosted,
+    DPPluginBase,
+    check_boostable,
+    check_in_memory,
+    pristine_config,
+)
 from colonnade.booster.plugin.start import start_alike
 from colonnade.cluster.device import current_device
 from colonnade.cluster.mesh import ParallelMesh
@@ -76,6 +82,7 @@ class LowLevelZeroPlugin(DPPluginBase):
         lr_scheduler: Any = None,
     ) -> Boosted:
         check_boostable(model, optimizer)
+        check_in_memory(model)
         config, average = pristine_config(model), LossAverage()
         start_alike(model, self.mesh)
         average_causal_loss(model, average)

@@ -12,7 +12,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from colonnade.booster.plugin.batches import batch_rows, join_outputs, next_batch, split_rows, take_rows
+from colonnade.booster.plugin.batches import (
+    batch_rows,
+    check_same_batch,
+    join_outputs,
+    next_batch,
+    split_rows,
+    take_rows,
+)
 from colonnade.booster.plugin.boosted_model import BoostedModel, zero_from
 from colonnade.booster.plugin.microbatch import Shares, detached, own_loss, run_on
 from colonnade.booster.plugin.pipeline_options import PipelineOptions
@@ -211,6 +218,8 @@ class Pipeline:
         rows = batch_rows(batch)
         if rows == 0:
             raise ShapeError("this rank's share of the batch has no rows: every rank needs at least one in each step.")
+        if model.check_batches:
+            check_same_batch(batch, self.mesh, "pp")
         if microbatch_size is None and num_microbatches is None:
             num_microbatches = 2 * self.axis.size
         cuts = split_rows(rows, microbatch_size, num_microbatches)

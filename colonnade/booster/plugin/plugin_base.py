@@ -330,6 +330,26 @@ def check_boostable(model: Any, optimizer: Any) -> None:
         )
 
 
+def check_in_memory(model: nn.Module) -> None:
+    """Refuse a model on the meta device, for strategies that start from its weights.
+
+    Raises:
+        UsageError: it is there, whole or in part.
+    """
+    absent = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    if absent:
+        raise UsageError(
+            explain(
+                f"{len(absent)} parameters and buffers of this {type(model).__name__} are on the meta device: they have no values.",
+                [
+                    ("for example", absent[0]),
+                    ("try", "TorchFSDPPlugin, which takes a model that was never in memory"),
+                    ("or", "build the model outside of torch.device('meta'), or by from_pretrained(path)"),
+                ],
+            )
+        )
+
+
 def _kind(value: Any) -> str:
     return f"a {type(value).__name__}: {value!r:.60}"
 
