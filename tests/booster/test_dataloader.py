@@ -138,13 +138,15 @@ def test_the_batch_in_hand_counts_as_given():
 
 
 def test_after_the_last_batch_nothing_is_left_of_the_epoch():
+    """A resumed loop ends at once; the loop that was there goes on with the next epoch."""
     loader = loader_of(8)
     take(loader, 3)
     resumed = loader_of(8)
     resumed.load_state_dict(loader.state_dict())
-    for each in (loader, resumed):
-        assert list(each) == []
-        assert sorted(row for batch in each for row in batch) == list(range(8))
+    assert list(resumed) == []
+    wanted = [list(batch) for batch in resumed]
+    assert [list(batch) for batch in loader] == wanted
+    assert sorted(row for batch in wanted for row in batch) == list(range(8))
 
 
 def test_set_epoch_begins_another_epoch_and_leaves_the_present_one_where_it_is():
@@ -385,3 +387,24 @@ def test_options_that_would_decide_the_order_are_refused():
             loader_of(4, **{option: torch.Generator()})
     with pytest.raises(ConfigError, match="in_order=False"):
         loader_of(4, num_workers=2, in_order=False)
+
+
+def test_a_loop_that_takes_as_many_batches_as_there_are_goes_on_with_the_next_epoch():
+    loader, whole = (
+        make_dataloader(list(range(10)), 4, Axis.alone("dp"), shuffle=True, seed=3, drop_last=False) for _ in range(2)
+    )
+    wanted = [[batch.tolist() for batch in whole] for _ in range(3)]
+    found = []
+    for _ in range(3):
+        batches = iter(loader)
+        found.append([next(batches).tolist() for _ in range(len(loader))])
+    assert found == wanted
+
+
+def test_a_dropped_last_batch_is_not_waited_for():
+    loader = make_dataloader(list(range(10)), 4, Axis.alone("dp"), shuffle=True, seed=3, drop_last=True)
+    for epoch in range(3):
+        batches = iter(loader)
+        assert loader.epoch == epoch
+        for _ in range(len(loader)):
+            next(batches)

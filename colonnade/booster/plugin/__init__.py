@@ -2,6 +2,7 @@
 
 from colonnade.booster.plugin.hybrid_parallel_plugin import HybridParallelPlugin
 from colonnade.booster.plugin.low_level_zero_plugin import LowLevelZeroPlugin
+from colonnade.booster.plugin.pipeline_options import PipelineGradientCheckpointConfig
 from colonnade.booster.plugin.plugin_base import DPPluginBase, Plugin
 from colonnade.booster.plugin.torch_ddp_plugin import TorchDDPPlugin
 from colonnade.booster.plugin.torch_fsdp_plugin import TorchFSDPPlugin
@@ -12,6 +13,7 @@ __all__ = [
     "HybridParallelPlugin",
     "LossScale",
     "LowLevelZeroPlugin",
+    "PipelineGradientCheckpointConfig",
     "Plugin",
     "TorchDDPPlugin",
     "TorchFSDPPlugin",

@@ -127,8 +127,8 @@ class StatefulDataLoader(DataLoader):
     """A DataLoader that moves to the next epoch's order by itself and can be resumed at the very row.
 
     Its place is that of the last batch the user was given, whatever workers have fetched beyond it. An iteration begins
-    there: after a loop that was left by `break` the next one goes on with the rest of the epoch. There is one iteration
-    at a time; beginning another, `set_epoch` and `load_state_dict` end the one before.
+    there: after a loop that was left by `break` the next one goes on with the rest of the epoch, or with the next one where
+    nothing is left. There is one iteration at a time; beginning another, `set_epoch` and `load_state_dict` end the one before.
 
     `len` is the number of batches of a whole epoch; an iteration that begins inside one has fewer.
 
@@ -157,6 +157,7 @@ class StatefulDataLoader(DataLoader):
         )
         self.order = sampler
         self._epoch, self._rows, self._iteration = 0, 0, 0
+        self._given_all = False  # of the epoch, to an iteration that has not asked for its end
 
     @property
     def epoch(self) -> int:
@@ -165,6 +166,8 @@ class StatefulDataLoader(DataLoader):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._iteration += 1
+        if self._given_all:  # as a loop over range(len(loader)) leaves it
+            self._move(self._epoch + 1, 0)
         self.order.epoch, self.order.start = self._epoch, self._rows
         self.generator.manual_seed(derive_seed("workers", self.order.seed, self._epoch))  # for worker_init_fn
         return self._counted(super().__iter__(), self._iteration)
@@ -186,8 +189,13 @@ class StatefulDataLoader(DataLoader):
             if batch is _END:
                 break
             self._rows = min(self._rows + self.order.step, self.order.rows)
+            left = self.order.rows - self._rows
+            self._given_all = left < (self.order.step if self.order.drop_last else 1)
             yield batch
-        self._epoch, self._rows = self._epoch + 1, 0
+        self._move(self._epoch + 1, 0)
+
+    def _move(self, epoch: int, rows: int) -> None:
+        self._epoch, self._rows, self._given_all = epoch, rows, False
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch at the next iteration. Not needed in order: epochs count up by themselves.
@@ -197,7 +205,7 @@ class StatefulDataLoader(DataLoader):
         """
         epoch = _whole_number("epoch", epoch, 0)
         if epoch != self._epoch:
-            self._epoch, self._rows = epoch, 0
+            self._move(epoch, 0)
             self._iteration += 1
 
     def state_dict(self) -> dict[str, int]:
@@ -241,7 +249,7 @@ class StatefulDataLoader(DataLoader):
         if found["rows"] > self.order.rows:
             raise ConfigError(f"the state stands after row {found['rows']} of a dataset of {self.order.rows} rows.")
         self.order.seed = found["seed"]
-        self._epoch, self._rows = found["epoch"], found["rows"]
+        self._move(found["epoch"], found["rows"])
         self._iteration += 1
 
 

@@ -17,14 +17,14 @@ log = get_logger(__name__)
 
 
 def start_alike(model: nn.Module, mesh: ParallelMesh) -> None:
-    """Give every rank rank 0's weights, if they differ, and its random state, apart for each data-parallel replica.
+    """Give every rank rank 0's weights, if they differ, and its random state, apart for each replica and pipeline stage.
 
-    Within a replica all ranks then draw the same dropout masks outside sharded regions; replicas draw different ones.
+    The ranks of a tensor-parallel group then draw the same dropout masks outside sharded regions, all others different ones.
     """
     if mesh.world.size > 1:
         _same_weights(model, mesh)
         _same_random_state(mesh)
-    seed_replica(torch.initial_seed(), mesh.rank("dp"))
+    seed_replica(torch.initial_seed(), mesh.rank("dp"), mesh.rank("pp"))
 
 
 def _same_weights(model: nn.Module, mesh: ParallelMesh) -> None:
