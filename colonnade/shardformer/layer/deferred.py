@@ -24,9 +24,9 @@ weight that is frozen or computed from others, autocast (which casts inside torc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -46,17 +46,6 @@ class Factors(NamedTuple):
 
     left: torch.Tensor
     right: torch.Tensor
-
-    def product(self) -> torch.Tensor:
-        return self.left.t() @ self.right
-
-
-def summed(factors: list[Factors]) -> torch.Tensor:
-    """The sum of the products of some factors, in their order; takes them out of the list."""
-    total = factors.pop(0).product()
-    while factors:
-        total += factors.pop(0).product()
-    return total
 
 
 class WeightGradients:
@@ -114,7 +103,12 @@ class _Late(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return summed(ctx.factors), None
+        gradient: Any = None
+        while ctx.factors:  # let go of one by one
+            left, right = ctx.factors.pop(0)
+            part = left.t() @ right
+            gradient = part if gradient is None else gradient.add_(part)
+        return gradient, None
 
 
 def is_deferring() -> bool:
@@ -132,42 +126,53 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tr
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-class Product(Function):
-    """The product of a linear layer, which leaves the making of its weight's gradient to another.
+class _Keep(Function):
+    """Hands the input of a product on, and keeps it for the gradient of the weight.
 
-    Args:
-        x: [..., in].
-        weight: [out, in], or [in, out] where it is transposed; of one that is in the graph the gradient given is an empty
-            promise: it only tells autograd that the weight's turn has come.
-        leave: takes what the weight's gradient is made of; None for a weight that does not train.
+    Saved before the product is made: a recomputation that needs no more than what is saved need not make it.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        leave: Callable[[Factors], None] | None,
-        transposed: bool,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.leave, ctx.transposed = leave, transposed
-        return product(x, weight, bias, transposed).data  # no view of anything, which could not be changed in place
+    def forward(ctx: Any, x: torch.Tensor, pending: _Pending) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.set_materialize_grads(False)
+        ctx.pending = pending
+        return x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, dy: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, None, None]:
-        x, weight = (saved.detach() for saved in ctx.saved_tensors)  # what is left holds on to no graph
-        rows_x, rows_dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        dx = (rows_dy @ (weight.t() if ctx.transposed else weight)).view(x.shape)
-        if ctx.leave is not None:
-            ctx.leave(Factors(rows_x, rows_dy) if ctx.transposed else Factors(rows_dy, rows_x))
-        dw = weight.new_zeros(()).expand_as(weight) if ctx.needs_input_grad[1] else None
-        db = rows_dy.sum(0) if ctx.needs_input_grad[2] else None
-        return dx, dw, db, None, None
+    def backward(ctx: Any, dx: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        (x,) = ctx.saved_tensors
+        if dx is not None:
+            ctx.pending.leave(x)
+        return dx, None
+
+
+class _Pending:
+    """A product, from the moment its backward begins until the gradient of its input has been made.
+
+    Args:
+        weight: the parameter.
+        transposed: it is [in, out].
+    """
+
+    def __init__(self, weight: nn.Parameter, transposed: bool) -> None:
+        self.weight, self.transposed = weight, transposed
+        self.dy: torch.Tensor | None = None
+
+    def begin(self, dy: torch.Tensor) -> None:
+        """Hook of the product's output."""
+        self.dy = dy
+
+    def leave(self, x: torch.Tensor) -> None:
+        """Leave the making of the weight's gradient to the store."""
+        dy, self.dy = self.dy, None
+        assert dy is not None, "the gradient of a product's input was made without that of its output"
+        rows_x, rows_dy = (t.detach().reshape(-1, t.shape[-1]) for t in (x, dy))  # detached: they hold on to no graph
+        store = _active or WeightGradients()
+        store.add(self.weight, Factors(rows_x, rows_dy) if self.transposed else Factors(rows_dy, rows_x))
+        if store is not _active:  # the forward pass was made under a store, this backward pass was not
+            store.run()
 
 
 def linear_product(
@@ -182,24 +187,18 @@ def linear_product(
     Returns:
         [..., out].
     """
-    if is_deferring() and isinstance(weight, nn.Parameter) and _can_wait(x, weight):
-        return Product.apply(x, weight.detach(), bias, partial(_leave, weight), transposed)
-    return product(x, weight, bias, transposed)
+    if not (is_deferring() and isinstance(weight, nn.Parameter) and _can_wait(x, weight)):
+        return product(x, weight, bias, transposed)
+    pending = _Pending(weight, transposed)
+    y = product(_Keep.apply(x.contiguous(), pending), weight.detach(), bias, transposed)
+    made = y if y._base is None else y._base  # a view that is changed in place forgets its hooks
+    made.register_hook(pending.begin)
+    return y
 
 
 def _can_wait(x: torch.Tensor, weight: nn.Parameter) -> bool:
     trains = x.requires_grad and weight.requires_grad and weight.is_leaf and torch.is_grad_enabled()
     return trains and not torch.is_autocast_enabled(x.device.type)
-
-
-def _leave(weight: nn.Parameter, factors: Factors) -> None:
-    store = _active
-    if store is not None:
-        store.add(weight, factors)
-    else:  # the forward pass was made under a store, this backward pass was not
-        at_once = WeightGradients()
-        at_once.add(weight, factors)
-        at_once.run()
 
 
 def split_backward(module: nn.Module) -> None:

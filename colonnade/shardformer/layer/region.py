@@ -20,6 +20,7 @@ Where the weight gradients are to wait for a pass of their own, there are no tap
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from colonnade.cluster.mesh import Axis
 from colonnade.cluster.streams import ShardStream
 from colonnade.comm.collectives import all_reduce_async, wait
-from colonnade.shardformer.layer.deferred import Factors, is_deferring, summed
+from colonnade.shardformer.layer.deferred import is_deferring
 
 if TYPE_CHECKING:
     from colonnade.shardformer.layer.column_product import Reader
@@ -58,10 +59,14 @@ class Tap:
     """Where a product's backward leaves the making of its weight gradient until the all-reduce is on its way."""
 
     def __init__(self) -> None:
-        self.pending: list[Factors] = []
+        self.pending: list[Callable[[], torch.Tensor]] = []
 
     def gradient(self) -> torch.Tensor:
-        return summed(self.pending)
+        first, *others = [make() for make in self.pending]
+        self.pending.clear()
+        for other in others:
+            first += other
+        return first
 
 
 class _Wait(Function):
