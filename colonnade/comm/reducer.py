@@ -241,8 +241,8 @@ class AllReduceBucket(Bucket):
         for param, view in self._views.items():
             if param.grad is None:
                 view.zero_()
-            elif param.grad.data_ptr() != view.data_ptr():
-                view.copy_(param.grad)
+            elif param.grad.is_sparse or param.grad.data_ptr() != view.data_ptr():
+                view.copy_(param.grad.to_dense() if param.grad.is_sparse else param.grad)
                 param.grad = view
         return self._flat
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from colonnade.cluster.device import current_device, device_type
+from colonnade.cluster.log import get_logger
 from colonnade.cluster.mesh import Axis, ParallelMesh
 from colonnade.comm.collectives import all_gather_object
 from colonnade.errors import ConfigError, UsageError, explain
@@ -22,7 +23,7 @@ from colonnade.fsdp.comms import CountedAllGather, CountedReduceScatter
 from colonnade.fsdp.units import find_units
 from colonnade.model.layout import Range, TensorLayout, layout_of, local_of, set_layout
 from colonnade.model.lazy import check_all_or_none_meta, materialise
-from colonnade.precision.optimizer import is_elementwise
+from colonnade.precision.optimizer import is_elementwise, steps_on_any_part
 from colonnade.precision.stepped import move_state
 
 
@@ -91,6 +92,8 @@ class ShardOptions:
         return {"reshard_after_forward": reshard, "mp_policy": policy, "offload_policy": self.offload}
 
 
+log = get_logger(__name__)
+
 Place = tuple[nn.Module, str]
 
 
@@ -103,7 +106,7 @@ class Sharding:
         axis: the data-parallel ranks.
         units: modules that are gathered by themselves, the model last.
         places: for each DTensor parameter by unit, a module that has it and its name there.
-        whole: parameters that cannot be cut (they have no dim); each rank holds them.
+        whole: parameters that cannot be cut (they have no dim or no entries); each rank holds them.
         accumulates_apart: gradients that are not reduced yet are kept by FSDP, in `reduce_dtype`.
     """
 
@@ -150,13 +153,16 @@ def shard_model(
     before = _named(model)
     hooks = {p: list((p._backward_hooks or {}).values()) for p in before.values()}
     units = [*find_units(model, blocks), model]
-    whole = [p for p in model.parameters() if p.dim() == 0]
+    whole = [p for p in model.parameters() if not _can_be_cut(p)]
     assert mesh.device_mesh is not None  # the plugin has checked it
+    for param in model.parameters():
+        if not param.is_contiguous():
+            param.data = param.data.contiguous()  # fully_shard takes no other order of entries in memory
     for unit in units:
         fully_shard(unit, mesh=mesh.device_mesh["dp"], ignored_params=set(whole), **options.arguments)
     if is_meta:
         materialise(model, torch.device("cpu") if options.cpu_offload else current_device(), current_device())
-        whole = [p for p in model.parameters() if p.dim() == 0]
+        whole = [p for p in model.parameters() if not _can_be_cut(p)]
     for param in whole:
         param.data = param.data.to(current_device())
     after = _named(model)
@@ -179,12 +185,19 @@ def check_shardable(model: nn.Module, optimizer: Optimizer | None, axis: Axis) -
 
     Raises:
         UsageError: the model has been split already, or some of its parameters are on the meta device and others are not.
-        ConfigError: the optimizer looks at whole matrices, and does not know how to where they are split.
+        ConfigError: the optimizer looks at whole matrices, and does not know how to where they are split, or compares all
+            parameters; or some layers make sparse gradients.
     """
     if isinstance(model, FSDPModule) or any(layout_of(p).sharded_axes for p in model.parameters()):
         raise UsageError("this model has been split already; load a plain one, or go on with the boosted one.")
     check_all_or_none_meta(model)
-    if optimizer is None or axis.size == 1 or is_elementwise(optimizer) or hasattr(optimizer, "set_mesh"):
+    _check_dense(model)
+    if optimizer is None or axis.size == 1:
+        return
+    certain = steps_on_any_part(optimizer)
+    if is_elementwise(optimizer) or hasattr(optimizer, "set_mesh"):
+        if not certain and not hasattr(optimizer, "set_mesh"):
+            log.warning("%s", _taken_on_trust(type(optimizer).__name__))
         return
     raise ConfigError(
         explain(
@@ -197,6 +210,28 @@ def check_shardable(model: nn.Module, optimizer: Optimizer | None, axis: Axis) -
     )
 
 
+def _taken_on_trust(name: str) -> str:
+    return explain(
+        f"{name} is given parts of parameters, as if it treated each entry by itself.",
+        [
+            ("reason", "it is none of torch's own, and does not say"),
+            ("try", f"{name}.elementwise = True if it does, which ends this warning"),
+            ("or", "elementwise = False if it looks at a parameter as a whole (its norm, say), and another plugin"),
+        ],
+    )
+
+
+def _check_dense(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise ConfigError(
+                explain(
+                    f"{type(module).__name__} {path} makes sparse gradients, and FSDP reduces dense ones.",
+                    [("try", "sparse=False for this layer, or LowLevelZeroPlugin, which makes them dense itself")],
+                )
+            )
+
+
 def repoint(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Let an optimizer's groups hold other parameters: the same groups, lists and order, and its state goes with them."""
     for group in optimizer.param_groups:
@@ -204,6 +239,10 @@ def repoint(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter])
     for old, new in replaced.items():
         if old is not new:
             move_state(optimizer, old, new)
+
+
+def _can_be_cut(param: nn.Parameter) -> bool:
+    return param.dim() > 0 and param.numel() > 0
 
 
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -52,5 +52,5 @@ class Clipping:
             torch._foreach_clamp_max_(grads, self.max_value)
             torch._foreach_clamp_min_(grads, -self.max_value)
         factor = float(self.max_norm / (norm + 1e-6)) if self.max_norm else 1.0  # as torch.nn.utils.clip_grad_norm_
-        if factor < 1:
+        if not factor >= 1:  # of a norm that is no number too: nothing may then be stepped on unclipped
             torch._foreach_mul_(grads, factor)

@@ -99,7 +99,8 @@ def _norm(grads: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     rows = [torch.zeros(1, dtype=torch.float64, device=device)]
     short: list[torch.Tensor] = []
     for grad in grads:
-        flat = grad.flatten()
+        # of a sparse one the entries that are there, each once
+        flat = (grad.coalesce().values() if grad.is_sparse else grad).flatten()
         whole = flat.numel() // ROW * ROW
         if whole:
             rows.append(torch.linalg.vector_norm(flat[:whole].view(-1, ROW).float(), dim=1).double())

@@ -91,6 +91,7 @@ class ParallelOptimizer(Optimizer):
         self.stepped = stepped or OwnParameters(inner, mesh)
         self.loss_scaler = loss_scale
         self._scaled = False  # a scaled loss has been backwarded since the gradients were last dropped
+        self._apart = False  # pipeline stages have accumulated what `reduce` has not brought together yet
         self._norm: torch.Tensor | None = None
 
     @property
@@ -133,7 +134,7 @@ class ParallelOptimizer(Optimizer):
 
     def backward_from(self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
         """Backward pass from inside a graph, as a pipeline stage does it. Inside `no_sync`; `reduce` follows the last one."""
-        self._scaled = True
+        self._scaled = self._apart = True
         if tensors:
             torch.autograd.backward(list(tensors), list(gradients))
 
@@ -141,6 +142,7 @@ class ParallelOptimizer(Optimizer):
         """Bring together what pipeline stages and data-parallel ranks have accumulated, unless inside `no_sync`."""
         if not isinstance(self.reducer, BucketReducer) or self.reducer.is_paused:
             return
+        self._apart = False
         if self.copies is not None:
             with self.reducer.paused():
                 self.copies.add_gradients(self.reducer.contribute)
@@ -204,7 +206,9 @@ class ParallelOptimizer(Optimizer):
 
     def _complete_reduction(self) -> None:
         """Average what was only accumulated, and refuse gradients that nothing averages."""
-        if self.reducer is not None and self.reducer.unreduced:
+        if self._apart:
+            self.reduce()
+        elif self.reducer is not None and self.reducer.unreduced:
             self.reducer.finish()
         covers = (
             self.covered if self.covered is not None else (self.reducer.covers if self.reducer is not None else None)
@@ -213,7 +217,7 @@ class ParallelOptimizer(Optimizer):
         if missed:
             raise UsageError(
                 explain(
-                    f"{missed} parameters have gradients that are not averaged over data-parallel ranks.",
+                    f"{missed} parameter{'s have gradients that are' if missed > 1 else ' has a gradient that is'} not averaged over data-parallel ranks.",
                     [
                         ("reason", "they were added, or thawed, after boost"),
                         ("try", "add modules and parameter groups, and thaw, before boost"),
@@ -228,7 +232,7 @@ class ParallelOptimizer(Optimizer):
         if self.copies is not None:
             self.copies.forget()
         self.stepped.zero_grad(set_to_none)
-        self._scaled = False
+        self._scaled = self._apart = False
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state: this rank's share; with fp16 the loss scale's too."""

@@ -26,7 +26,7 @@ def chosen(asked_of_plugin: str, mixed_precision: str | None) -> str:
         ConfigError: both say something, and not the same, or `mixed_precision` is no format.
     """
     if mixed_precision is not None:
-        parse_precision(mixed_precision)
+        parse_precision(mixed_precision, "mixed_precision")
     if mixed_precision is None or mixed_precision == asked_of_plugin:
         return asked_of_plugin
     if isinstance(asked_of_plugin, _Default):
@@ -39,8 +39,11 @@ def chosen(asked_of_plugin: str, mixed_precision: str | None) -> str:
     )
 
 
-def parse_precision(precision: str) -> torch.dtype:
+def parse_precision(precision: str, option: str = "precision") -> torch.dtype:
     """The dtype for "fp32", "bf16" or "fp16".
+
+    Args:
+        option: which option says it, for the error.
 
     Raises:
         ConfigError: any other word.
@@ -48,7 +51,7 @@ def parse_precision(precision: str) -> torch.dtype:
     if isinstance(precision, str) and precision in FORMATS:
         return FORMATS[precision]
     raise ConfigError(
-        explain(f"precision={precision!r} is not available.", [("try", "one of " + ", ".join(map(repr, FORMATS)))])
+        explain(f"{option}={precision!r} is not available.", [("try", "one of " + ", ".join(map(repr, FORMATS)))])
     )
 
 

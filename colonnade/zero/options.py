@@ -20,7 +20,7 @@ class ZeroOptions:
         cpu_offload: master weights and optimizer states live in host memory, and the step is made there.
 
     Raises:
-        ConfigError: a bucket size below 1, or a format that is no floating-point one.
+        ConfigError: a bucket size below 1, a format that is no floating-point one, or a switch that is neither on nor off.
     """
 
     bucket_bytes: int = 4 << 20
@@ -35,6 +35,9 @@ class ZeroOptions:
         kind = self.communication_dtype
         if kind is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point and kind.itemsize > 1):
             wrong.append((f"communication_dtype={kind!r}", "must be torch.float32, torch.bfloat16 or torch.float16"))
+        for name in ("overlap_communication", "cpu_offload"):
+            if not isinstance(getattr(self, name), bool):
+                wrong.append((f"{name}={getattr(self, name)!r}", "must be True or False"))
         if wrong:
             raise ConfigError(explain("ZeRO cannot work with these options.", wrong))
 

@@ -22,6 +22,7 @@ class ShardReducer(BucketReducer[ShardBucket]):
 
     Attributes:
         used: parameters that have had a gradient on any rank since the last `forget`.
+        zeroed: those that had one before; theirs is zero now, unless it has been dropped by `FlatShards.zero_grad`.
 
     Traffic of a backward pass: one reduce-scatter of every gradient element, and one all-gather of two numbers.
     """
@@ -31,6 +32,7 @@ class ShardReducer(BucketReducer[ShardBucket]):
     def __init__(self, buckets: Iterable[ShardBucket], axis: Axis, overlap: bool = True) -> None:
         super().__init__(axis, overlap, self.IN_FLIGHT)
         self.used: set[nn.Parameter] = set()
+        self.zeroed: set[nn.Parameter] = set()
         self._watch(buckets)
         self.unreduced = any(param.grad is not None for param in self._home)  # from before boost
 
@@ -64,6 +66,11 @@ class ShardReducer(BucketReducer[ShardBucket]):
             bucket.complete(self.axis)
             bucket.reset()
 
+    @property
+    def to_step(self) -> set[nn.Parameter]:
+        """Parameters that have a gradient, be it zero, and so are stepped on."""
+        return self.used | self.zeroed
+
     def covers(self, param: nn.Parameter) -> bool:
         return param in self._home or not param.numel()
 
@@ -72,4 +79,5 @@ class ShardReducer(BucketReducer[ShardBucket]):
         super().forget()
         for bucket in self.buckets:
             bucket.forget()
+        self.zeroed |= self.used
         self.used.clear()

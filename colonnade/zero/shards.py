@@ -151,21 +151,21 @@ class FlatShards(Stepped):
     def stepping(self) -> Iterator[None]:
         for storage in self.storages:
             storage.attach()
-        self._cut_where_use_differs()
+        used = self.reducer.to_step
+        self._cut_where_differs(used)
         with self.swapped():
             for unit in self._all_units():
                 if self.copies:
                     self._follow(unit)
-                unit.tensor.grad = unit.gradient() if unit.params <= self.reducer.used else None
+                unit.tensor.grad = unit.gradient() if unit.params <= used else None
             try:
                 yield
             finally:
                 for unit in self._all_units():
                     unit.tensor.grad = None
 
-    def _cut_where_use_differs(self) -> None:
+    def _cut_where_differs(self, used: set[nn.Parameter]) -> None:
         """See [Note: units and unused parameters]."""
-        used = self.reducer.used
         mixed = {unit for unit in self._all_units() if not (unit.params <= used or used.isdisjoint(unit.params))}
         if mixed:
             self._cut(lambda unit, piece: unit in mixed and piece.param in used)
@@ -216,9 +216,9 @@ class FlatShards(Stepped):
 
     def _gather(self) -> None:
         """Give every rank the parts of all."""
-        works = []
+        works, used = [], self.reducer.to_step
         for bucket in self.reducer.buckets:
-            if self.reducer.used.isdisjoint(bucket.params):
+            if used.isdisjoint(bucket.params):
                 continue
             whole = bucket.storage.flat[bucket.plan.start : bucket.plan.start + bucket.plan.numel]
             works += gather_in_place_start(whole, bucket.plan.sizes, self.axis)
@@ -228,6 +228,8 @@ class FlatShards(Stepped):
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         self.reducer.forget()
+        if set_to_none:
+            self.reducer.zeroed.clear()
 
     def refresh(self) -> None:
         for storage in self.storages:

@@ -47,10 +47,10 @@ class Unit:
         """The entries of the model that it stands for, flat."""
         return self.bucket.storage.flat[self.start : self.stop]
 
-    def gradient(self) -> torch.Tensor | None:
-        """Its part of the averaged gradient, in the format and on the device of its tensor."""
+    def gradient(self) -> torch.Tensor:
+        """Its part of the averaged gradient, zero where there is none, in the format and on the device of its tensor."""
         if self.bucket.gradient is None:
-            return None
+            return torch.zeros_like(self.tensor)
         first = self.bucket.plan.part(self.bucket.axis.rank)[0]
         part = self.bucket.gradient[self.start - first : self.stop - first]
         return part.to(self.tensor.device, self.tensor.dtype).view(self.tensor.shape)

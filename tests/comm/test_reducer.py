@@ -226,3 +226,17 @@ def test_over_one_rank_nothing_happens():
         step(model, reducer, rows(Axis.of(None)))
     assert not book.calls
     assert all(p.grad is not None for p in model.parameters())
+
+
+@on_ranks(2)
+def test_sparse_gradients_are_averaged_as_dense_ones():
+    axis = Axis.of(None, "dp")
+    table = nn.Embedding(7, 3, sparse=True)
+    with torch.no_grad():
+        table.weight.copy_(torch.arange(21.0).view(7, 3))
+    reducer = GradientReducer(table.parameters(), axis)
+    reducer.backward(table(torch.tensor([axis.rank, 5])).square().sum())
+    wanted = torch.zeros(7, 3)
+    for row, times in ((0, 1), (1, 1), (5, 2)):
+        wanted[row] = times * 2 * table.weight[row].detach() / 2
+    assert torch.equal(table.weight.grad, wanted)

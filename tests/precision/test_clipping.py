@@ -133,3 +133,12 @@ def test_it_is_the_factor_of_torch():
         Clipping(max_norm=norm_limit).apply([ours], torch.tensor(5.0, dtype=torch.float64))
         nn.utils.clip_grad_norm_([theirs], norm_limit)
         assert torch.allclose(ours.grad, theirs.grad, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("entry", [math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_is_clipped_as_torch_does(entry):
+    ours, theirs = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+    ours.grad, theirs.grad = torch.tensor([3.0, entry, -4.0]), torch.tensor([3.0, entry, -4.0])
+    Clipping(max_norm=0.5).apply([ours], ours.grad.norm().double())
+    nn.utils.clip_grad_norm_([theirs], 0.5)
+    assert torch.allclose(ours.grad, theirs.grad, rtol=0, atol=0, equal_nan=True)

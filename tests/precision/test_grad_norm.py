@@ -243,3 +243,13 @@ def disagreement(tp, axis_name, zero):
 )
 def test_replicas_that_disagree_are_an_error_on_every_rank(ranks, tp, axis, zero):
     run_on_ranks(ranks, disagreement, tp, axis, zero)
+
+
+def test_a_sparse_gradient_counts_each_entry_once():
+    """A row that a batch looks up twice lies twice in the gradient of an embedding, which is their sum."""
+    table = nn.Embedding(9, 4, sparse=True)
+    table(torch.tensor([1, 1, 5])).square().sum().backward()
+    assert table.weight.grad.is_sparse and not table.weight.grad.is_coalesced()
+    mesh = ParallelMesh()
+    found = gradient_norm(gradient_parts([table.weight], mesh), mesh, CPU)
+    assert float(found) == pytest.approx(float(table.weight.grad.to_dense().norm()), rel=CLOSE)

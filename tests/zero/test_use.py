@@ -60,6 +60,23 @@ def test_parameters_that_only_some_ranks_use(ranks):
     run_on_ranks(ranks, each, EVERY, used_by_some_ranks)
 
 
+def zeros_are_kept(optimizer_fn, **options):
+    """zero_grad(set_to_none=False) leaves zeros, on which momentum and decay go on, also where a step has no backward."""
+    run = SideBySide(optimizer_fn, **options)
+    for seed, use in enumerate(("ab", "abc", "a", "", "cd", "ab")):
+        if use:
+            run.backward(seed, use)
+        for _, optimizer in run.both:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=seed == 4)
+        run.assert_same()
+
+
+@pytest.mark.parametrize("optimizer_fn", [adamw, momentum])
+def test_a_gradient_that_was_set_to_zero_is_stepped_on(optimizer_fn):
+    run_on_ranks(2, each, EVERY, zeros_are_kept, optimizer_fn)
+
+
 class TwoLinears(nn.Module):
     """a(x), plus b(x) where asked for."""
 
