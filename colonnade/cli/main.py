@@ -16,6 +16,7 @@ COMMANDS = {
     "train": ("colonnade.cli.train", "train a model on a text"),
     "explain": ("colonnade.cli.explain", "show what tensor parallelism makes of each module of a model, and why"),
     "verify": ("colonnade.cli.verify", "check that a layout computes what one process computes"),
+    "schedule": ("colonnade.cli.schedule", "show who does what when in a pipeline, and how long ranks are idle"),
 }
 
 

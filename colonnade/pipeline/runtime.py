@@ -22,8 +22,10 @@ import torch
 
 from colonnade.cluster.mesh import Axis
 from colonnade.model.tree import leaves
+from colonnade.pipeline.action import Action
 from colonnade.pipeline.mailbox import Mailbox, Message
-from colonnade.pipeline.schedule import Action, Schedule, play_order
+from colonnade.pipeline.messages import transfers
+from colonnade.pipeline.schedule import Schedule
 from colonnade.pipeline.stage import StagedModel, as_input
 from colonnade.shardformer.layer.deferred import WeightGradients
 
@@ -55,7 +57,10 @@ class _Pass:
 
 @dataclass(frozen=True)
 class Event:
-    """An action that has been played, with the seconds between which it ran."""
+    """An action that has been played, with the seconds between which it computed.
+
+    On an accelerator that is when its work was handed over; and the clocks of different machines differ.
+    """
 
     kind: str
     stage: int
@@ -116,6 +121,7 @@ class _Playing:
         self.made: dict[Message, list[torch.Tensor]] = {}  # not sent yet, or for another stage of this rank
         self.queues = _queues(schedule, self.axis.rank)
         self.in_flight = 0
+        self.started = 0.0  # when the present action began to compute
         self.record = Record()
 
     def run(self) -> None:
@@ -123,9 +129,10 @@ class _Playing:
         for action in self.actions:
             for peer in self.queues:
                 self._start_messages(peer)
-            start = time.perf_counter()
+            self.started = time.perf_counter()
             play[action.kind](action)
-            self.record.events.append(Event(action.kind, action.stage, action.microbatch, start, time.perf_counter()))
+            event = Event(action.kind, action.stage, action.microbatch, self.started, time.perf_counter())
+            self.record.events.append(event)
         self.mailbox.flush()
 
     def _forward(self, action: Action) -> None:
@@ -182,7 +189,9 @@ class _Playing:
         if rank == self.axis.rank:
             return self.made.pop(message)
         self._start_messages(rank, until=message)
-        return self.mailbox.take(message)
+        tensors = self.mailbox.take(message)
+        self.started = time.perf_counter()  # the wait is no work
+        return tensors
 
     def _start_messages(self, peer: int, until: Message | None = None) -> None:
         """Start the next messages to and from a peer; see [Note: one order for both ends].
@@ -222,14 +231,11 @@ class _Playing:
 def _queues(schedule: Schedule, rank: int) -> dict[int, deque[Message]]:
     """Peer → the messages between it and this rank, in the order that both follow."""
     queues: dict[int, deque[Message]] = {}
-    for kind, stage, microbatch in play_order(schedule):
-        other = stage + 1 if kind == "F" else stage - 1
-        if kind == "W" or not 0 <= other < schedule.num_stages:
-            continue
-        ends = {schedule.rank_of(stage), schedule.rank_of(other)}
-        if rank in ends and len(ends) == 2:
-            (peer,) = ends - {rank}
-            queues.setdefault(peer, deque()).append(Message(kind, max(stage, other), microbatch))
+    for sent in transfers(schedule):
+        if rank in (sent.source, sent.target):
+            peer = sent.target if sent.source == rank else sent.source
+            border = max(sent.source_stage, sent.target_stage)
+            queues.setdefault(peer, deque()).append(Message(sent.kind, border, sent.microbatch))
     return queues
 
 

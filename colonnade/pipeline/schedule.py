@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from colonnade.errors import ConfigError, explain
 from colonnade.pipeline.action import Action, needs_of, rank_on_loop, rank_on_v
+from colonnade.pipeline.styles.forwards import forwards
 from colonnade.pipeline.styles.gpipe import gpipe
+from colonnade.pipeline.styles.interleaved import interleaved
 from colonnade.pipeline.styles.one_f_one_b import one_f_one_b
+from colonnade.pipeline.styles.zbh1 import zbh1
+from colonnade.pipeline.styles.zbv import zbv
 
 
 class Style(NamedTuple):
@@ -36,6 +40,9 @@ class Style(NamedTuple):
 STYLES = {
     "gpipe": Style(gpipe, rank_on_loop, False, 1, 1, "all forwards, then all backwards"),
     "1f1b": Style(one_f_one_b, rank_on_loop, False, 1, 1, "one forward, one backward: fewer micro-batches in flight"),
+    "interleaved": Style(interleaved, rank_on_loop, False, 2, None, "1f1b with several stages a rank: less idle time"),
+    "zbh1": Style(zbh1, rank_on_loop, True, 1, 1, "1f1b with weight gradients put off: a third of its idle time"),
+    "zbv": Style(zbv, rank_on_v, True, 2, 2, "two stages a rank, on a V: no idle time once a rank has begun"),
 }
 
 
@@ -94,9 +101,13 @@ def make_schedule(
         ConfigError: no such style, or a number it cannot work with.
     """
     chunks = _checked_chunks(style, ranks, microbatches, chunks)
-    lists = STYLES[style].write(ranks, microbatches, chunks)
-    actions = tuple(tuple(a for a in of_rank if a.kind == "F" or not forward_only) for of_rank in lists)
-    return Schedule(style, ranks, microbatches, chunks, STYLES[style].splits_backward, actions, forward_only)
+    found = STYLES[style]
+    lists = (
+        forwards(ranks, microbatches, chunks, found.rank_of)
+        if forward_only
+        else found.write(ranks, microbatches, chunks)
+    )
+    return Schedule(style, ranks, microbatches, chunks, found.splits_backward, tuple(map(tuple, lists)), forward_only)
 
 
 def _checked_chunks(style: str, ranks: int, microbatches: int, chunks: int | None) -> int:
@@ -198,9 +209,3 @@ def play_order(schedule: Schedule) -> list[Action]:
             order.append(action)
             to_look_at.extend(waiting.pop(action, ()))
     return order
-
-
-def without_backward(schedule: Schedule) -> Schedule:
-    """The forwards of a schedule alone, in its order."""
-    actions = tuple(tuple(a for a in of_rank if a.kind == "F") for of_rank in schedule.actions)
-    return replace(schedule, actions=actions, forward_only=True)
