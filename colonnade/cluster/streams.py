@@ -82,7 +82,12 @@ def _seed_default(device: torch.device, seed: int) -> None:
         torch.get_device_module(device).manual_seed(seed)
 
 
-def seed_replica(seed: int, replica: int) -> None:
-    """Give a data-parallel replica its own default stream; replica 0 keeps the state it has."""
-    if replica:
+def seed_replica(seed: int, replica: int, stage: int = 0) -> None:
+    """Give each stage of each data-parallel replica its own default stream; stage 0 of replica 0 keeps the state it has.
+
+    Stages work on different layers: from one stream they would draw the same masks for them.
+    """
+    if stage:
+        torch.manual_seed(derive_seed("stage", seed, replica, stage))
+    elif replica:
         torch.manual_seed(derive_seed("replica", seed, replica))

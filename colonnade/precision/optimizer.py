@@ -302,7 +302,7 @@ def steps_on_any_part(optimizer: Optimizer) -> bool:
         raise ConfigError(
             explain(
                 f"{type(optimizer).__name__} cannot be dealt out over ranks: its step depends on all parameters at once.",
-                [("try", "TorchDDPPlugin, HybridParallelPlugin(zero_stage=0), or another optimizer")],
+                [("try", "another optimizer, or for Prodigy and D-Adaptation TorchDDPPlugin")],
             )
         )
     return getattr(optimizer, "elementwise", type(optimizer) in ELEMENTWISE)

@@ -84,6 +84,8 @@ def plugin_error(kwargs):
         ({"num_microbatches": -1}, ["num_microbatches=-1"]),
         ({"microbatch_size": 1, "num_microbatches": 2}, ["microbatch_size and num_microbatches are both given"]),
         ({"bucket_bytes": 0}, ["bucket_bytes=0"]),
+        ({"cpu_offload": "no", "zero_stage": 1}, ["cpu_offload='no'", "True or False"]),
+        ({"overlap_communication": None, "zero_stage": 1}, ["overlap_communication=None", "True or False"]),
     ],
 )
 def test_options_that_cannot_work_are_refused_by_the_constructor(kwargs, says):

@@ -231,6 +231,8 @@ def test_a_state_that_does_not_fit_is_refused():
         (loader_of(13).state_dict(), "dataset_rows.*13 in the state, 12 here"),
         (loader_of(12, shuffle=False).state_dict(), "shuffle.*0 in the state, 1 here"),
         ({"epoch": 0}, "lacks dataset_rows, rows, seed, shuffle"),
+        (None, "no state of a data loader, but a NoneType"),
+        ([1], r"but a list: \[1\]"),
         (state | {"rows": 13}, "after row 13 of a dataset of 12 rows"),
         (state | {"rows": -1}, "rows=-1"),
         (state | {"epoch": 0.5}, "epoch=0.5"),

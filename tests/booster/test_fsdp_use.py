@@ -328,7 +328,7 @@ def test_options_and_objects_that_cannot_work_are_refused_before_anything_has_ch
         ({"reshard_after_forward": 3}, r"(?s)do not form groups of 3.*1 or 2"),
         ({"reshard_after_forward": "yes"}, "True, False, None or a number"),
         ({"cpu_offload": "yes"}, "CPUOffloadPolicy"),
-        ({"reduce_dtype": "int8"}, "int8"),
+        ({"reduce_dtype": "int8"}, "reduce_dtype='int8' is not available"),
         ({"max_norm": -1.0}, "max_norm"),
     ):
         with pytest.raises(ConfigError, match=text):

@@ -60,7 +60,7 @@ def test_unknown_words_are_refused_and_leave_the_plugin_as_it_was():
                 plugin = kind(**options)
                 with pytest.raises(ConfigError) as caught:
                     Booster(plugin=plugin, mixed_precision=word)
-                assert f"precision={word!r} is not available" in str(caught.value)
+                assert f"mixed_precision={word!r} is not available" in str(caught.value)
                 assert "one of 'fp32', 'bf16', 'fp16'" in str(caught.value)
                 wanted = options.get("precision", "bf16")
                 assert plugin.precision == wanted and plugin.dtype is DTYPES[wanted]

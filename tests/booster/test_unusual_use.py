@@ -199,7 +199,7 @@ def test_parameters_added_after_boost_are_noticed(plugin):
     optimizer.add_param_group({"params": [added]})
     batch = rows(booster, ids(4, 12))
     booster.backward(model(input_ids=batch, labels=batch).loss * added, optimizer)
-    with pytest.raises(UsageError, match="1 parameters have gradients that are not averaged"):
+    with pytest.raises(UsageError, match="1 parameter has a gradient that is not averaged"):
         optimizer.step()
 
 
@@ -247,3 +247,13 @@ def test_bf16_weights_written_by_hand_and_optimizer_state_loaded():
         optimizer.step()
         optimizer.load_state_dict(optimizer.state_dict())
     assert all(s["exp_avg"].dtype is torch.float32 for s in optimizer.state.values())
+
+
+@on_ranks(1)
+def test_an_optimizer_of_which_nothing_trains_is_refused():
+    """As one that was made before adapters were: it would step on nothing, in silence."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    model[0].requires_grad_(False)
+    with pytest.raises(UsageError, match="none of the optimizer's 2 parameters trains"):
+        Booster(plugin=TorchDDPPlugin()).boost(model, optimizer)

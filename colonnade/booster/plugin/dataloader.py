@@ -230,7 +230,9 @@ class StatefulDataLoader(DataLoader):
         Raises:
             ConfigError: it is the state of another dataset (by its length) or of the other value of `shuffle`, or none.
         """
-        missing = self.state_dict().keys() - dict(state).keys()
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"this is no state of a data loader, but a {type(state).__name__}: {state!r:.60}.")
+        missing = self.state_dict().keys() - state.keys()
         if missing:
             raise ConfigError(f"this is no state of a data loader: it lacks {', '.join(sorted(missing))}.")
         found = {key: _whole_number(key, state[key], None if key == "seed" else 0) for key in self.state_dict()}

@@ -328,6 +328,20 @@ def check_boostable(model: Any, optimizer: Any) -> None:
                 ],
             )
         )
+    if params and any(p.requires_grad for p in own) and not any(p.requires_grad for p in params):
+        raise UsageError(
+            explain(
+                f"none of the optimizer's {len(params)} parameters trains.",
+                [
+                    ("found", f"{sum(p.requires_grad for p in own)} parameters of the model that do, and are not in it"),
+                    ("try", "make the optimizer after freezing and after booster.enable_lora"),
+                ],
+            )
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "LBFGS is not possible here: its step runs the model several times, by a closure. Take AdamW, or one of colonnade.optim."
+        )
 
 
 def check_in_memory(model: nn.Module) -> None:

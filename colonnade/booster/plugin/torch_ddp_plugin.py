@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from colonnade.booster.plugin.plugin_base import (
 from colonnade.booster.plugin.start import start_alike
 from colonnade.cluster.device import current_device
 from colonnade.cluster.mesh import Axis, ParallelMesh
-from colonnade.comm.collectives import all_reduce_async
+from colonnade.comm.collectives import all_gather, all_reduce_async, wait
 from colonnade.errors import ConfigError, explain
 from colonnade.precision.clipping import Clipping
 from colonnade.precision.loss_scale import LossScale
@@ -111,10 +111,13 @@ class TorchDDPPlugin(DPPluginBase):
         cast_parameters(model, self.dtype)
         if parallel_optimizer is not None and self.mesh.size("dp") > 1:
             parallel_optimizer.covered = {p for p in model.parameters() if p.requires_grad}.__contains__
-        boosted = self.wrap(model, average, parallel_optimizer, config, self._parallel(model))
+        module = self._parallel(model)
+        if parallel_optimizer is not None and module is not None:
+            parallel_optimizer.reducer = UnsyncedGradients(module)
+        boosted = self.wrap(model, average, parallel_optimizer, config, module)
         return boosted, parallel_optimizer, criterion, dataloader, lr_scheduler
 
-    def _parallel(self, model: nn.Module) -> nn.Module | None:
+    def _parallel(self, model: nn.Module) -> "AveragingDDP | None":
         axis = self.mesh.axis("dp")
         if axis.size == 1 or not any(p.requires_grad for p in model.parameters()):
             return None
@@ -132,10 +135,17 @@ class TorchDDPPlugin(DPPluginBase):
 
 @dataclass
 class Averaging:
-    """What the communication hook knows: over which ranks it averages, and whether it has done so before."""
+    """What the communication hook knows.
+
+    Args:
+        axis: over which ranks it averages.
+        begun: whether it has done so before.
+        unsynced: parameters whose gradient holds something that was added since, by a backward under `no_sync`.
+    """
 
     axis: Axis
     begun: bool = False
+    unsynced: set[nn.Parameter] = field(default_factory=set)
 
 
 class AveragingDDP(DistributedDataParallel):
@@ -156,10 +166,70 @@ class AveragingDDP(DistributedDataParallel):
 def average_bucket(averaging: Averaging, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP's communication hook: the same all-reduce as its own, entered in the ledger."""
     averaging.begun = True
+    averaging.unsynced.difference_update(bucket.parameters())
     flat = bucket.buffer().div_(averaging.axis.size)
     work = all_reduce_async(flat, averaging.axis)
     future = work.get_future()  # type: ignore[union-attr]  # over one rank there is no DDP
     return future.then(lambda done: done.value()[0])
+
+
+class UnsyncedGradients:
+    """Sees to the gradients that DDP leaves alone: those of backward passes under `no_sync` that none outside follows.
+
+    DDP averages what has been accumulated in the next backward outside of `no_sync`; where the step comes first, it is
+    done here. A `Reducer` for `ParallelOptimizer`.
+
+    Args:
+        module: whose gradients they are.
+
+    Traffic: none in the backward passes; where a step finds such gradients, an all-reduce of every gradient element and
+        an all-gather of one number a parameter.
+    """
+
+    def __init__(self, module: AveragingDDP) -> None:
+        self.module, self.averaging = module, module.averaging
+        self._params = {p: None for p in module.parameters() if p.requires_grad}  # in the order of the model
+        for param in self._params:  # before DDP's own hook, which averages the bucket that this one fills
+            param.register_post_accumulate_grad_hook(self.averaging.unsynced.add)
+
+    @property
+    def unreduced(self) -> bool:
+        """Whether gradients have been accumulated and not averaged."""
+        return bool(self.averaging.unsynced)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Backward pass of a loss, in which DDP averages unless the forward was inside `no_sync`."""
+        loss.backward(**kwargs)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """DDP's own `no_sync`."""
+        return self.module.no_sync()
+
+    def finish(self) -> None:
+        """Average all gradients, in place: with `gradient_as_bucket_view` they are views of DDP's buckets."""
+        axis = self.averaging.axis
+        held = [float(p.grad is not None) for p in self._params]
+        mine = torch.tensor(held, device=current_device())
+        used = torch.stack(all_gather(mine, axis)).amax(0).tolist()
+        under_way = []
+        for param in (p for p, by_any in zip(self._params, used) if by_any):
+            if param.grad is None or param.grad.is_sparse:  # which entries other ranks have is not known
+                param.grad = torch.zeros_like(param) if param.grad is None else param.grad.to_dense()
+            flat = param.grad.div_(axis.size).contiguous()
+            under_way.append((param.grad, flat, all_reduce_async(flat, axis)))
+        for grad, flat, work in under_way:
+            wait(work, axis)
+            if flat is not grad:
+                grad.copy_(flat)
+        self.averaging.unsynced.clear()
+
+    def covers(self, param: nn.Parameter) -> bool:
+        """Whether a parameter's gradient is averaged."""
+        return param in self._params
+
+    def forget(self) -> None:
+        """The gradients have been dropped."""
+        self.averaging.unsynced.clear()
 
 
 def _known_to_torch(**options: Any) -> dict[str, Any]:

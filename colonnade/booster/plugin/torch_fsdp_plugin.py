@@ -66,7 +66,7 @@ class TorchFSDPPlugin(DPPluginBase):
     ) -> None:
         mesh, clipping = ParallelMesh(), Clipping(max_norm, max_value)
         super().__init__(mesh, precision, clipping, loss_scale, microbatch_size, num_microbatches)
-        reduced = None if reduce_dtype is None else parse_precision(reduce_dtype)
+        reduced = None if reduce_dtype is None else parse_precision(reduce_dtype, "reduce_dtype")
         self._options = ShardOptions(reshard_after_forward, cpu_offload, None, reduced)
         self._options.check(mesh.size("dp"))
         if mesh.device_mesh is None:
