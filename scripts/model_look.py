@@ -165,6 +165,18 @@ def config_of(case: Case) -> Any:
     return make(**copy.deepcopy({**MISSING_FIELDS.get(case.family, {}), **case.changes}))
 
 
+def config_for(case: Case) -> Any:
+    """As `config_of`, for the class of the case and its use."""
+    config = config_of(case)
+    config.architectures = [case.model]
+    pairs = getattr(config, "is_encoder_decoder", False)
+    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(case.family) == case.model and not pairs:
+        config.is_decoder = True
+    if pairs and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id or 0
+    return config
+
+
 def can_be_built(case: Case) -> bool:
     """Whether a case's configuration makes a model at all, at its own size and without weights."""
     try:
@@ -196,13 +208,7 @@ class Twin:
 
     def _small(self, case: Case, tp: int) -> Callable[[], Any]:
         kind = getattr(transformers, case.model)
-        config = shrink(config_of(case), tp)
-        config.architectures = [case.model]
-        pairs = getattr(config, "is_encoder_decoder", False)
-        if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(case.family) == case.model and not pairs:
-            config.is_decoder = True
-        if pairs and getattr(config, "decoder_start_token_id", None) is None:
-            config.decoder_start_token_id = config.pad_token_id or 0
+        config = shrink(config_for(case), tp)
 
         def make() -> Any:
             model = build(config)

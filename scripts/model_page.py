@@ -9,18 +9,21 @@ from dataclasses import dataclass
 import torch
 import transformers
 from model_cases import CAUSAL, FORCED, OTHERS, VARIANTS, Case
-from model_look import MEANING, NO_DEFAULT, STEPS, UNBUILT, Row, brief
+from model_look import MEANING, NO_DEFAULT, STEPS, UNBUILT, UNTRAINED, Row, brief
 
 import colonnade
 from colonnade.testing.parity import Tolerance
 
+PP = "pp"
+Size = int | str  # a number of tensor-parallel ranks, or PP
+
 
 @dataclass(frozen=True)
 class Found:
-    """A case and its rows, by the number of tensor-parallel ranks."""
+    """A case and its rows: by the number of tensor-parallel ranks, and for PP that of the cut."""
 
     case: Case
-    rows: dict[int, Row]
+    rows: dict[Size, Row]
 
     @property
     def name(self) -> str:
@@ -30,7 +33,7 @@ class Found:
     @property
     def first(self) -> Row:
         """The row of the fewest ranks."""
-        return self.rows[min(self.rows)]
+        return self.rows[next(iter(self.rows))]
 
 
 def page(found: Sequence[Found]) -> str:
@@ -39,12 +42,14 @@ def page(found: Sequence[Found]) -> str:
         [
             "# Which models can be split",
             "",
-            "After this page you know what tensor parallelism over two and over four ranks does to each language model of",
-            "transformers, to other kinds of models, and to variants of their configurations.",
+            "After this page you know what tensor parallelism over two and over four ranks, and a pipeline of two stages, do to",
+            "each language model of transformers, to other kinds of models, and to variants of their configurations.",
             "",
             "<!-- written by scripts/model_table.py (`make models`); not by hand -->",
             "",
             summary_table(found),
+            "",
+            cut_table(found),
             "",
             "A model is *proved* where a tiny twin of it, split, has been trained to the numbers of one process, with padding and",
             "unequal numbers of targets. A *type* is a `model_type` of transformers; several types may share a *class*, which is",
@@ -67,6 +72,9 @@ def page(found: Sequence[Found]) -> str:
             "- *stays whole*: weight matrices that every rank holds, with the reason. *In no region*: the layer is not between",
             "  a column-parallel and a row-parallel one, such as a router, or the parameter is not a linear layer's, such as",
             "  fused experts. Tables of positions and token types are not listed; they are always whole.",
+            "- *pp 2*: in how many of the places between two blocks of the twin it can be cut into pipeline stages (one place for",
+            "  two stages). *n of n* has been compared: cut in two, and in all those places at once, the twin has the loss and every",
+            "  gradient of the twin in one piece, in fp64. Fewer than all: what only some blocks know keeps them on one stage.",
             "- A twin has the structure of the configuration; a model with another structure is checked anew when it is split.",
             "",
             "## Causal language models",
@@ -105,9 +113,12 @@ def rows_text(found: Sequence[Found]) -> str:
     return "\n\n".join(text for text in (plain and model_rows(plain), titled and variant_rows(titled)) if text)
 
 
+HEADS = ["verdict", "policy", "regions", "vocabulary", "tp 2", "tp 4", "pp 2", "stays whole, or why not"]
+
+
 def model_rows(found: Iterable[Found]) -> str:
     """A table with a row for each model."""
-    heads = ["family", "model", "verdict", "policy", "regions", "vocabulary", "tp 2", "tp 4", "stays whole, or why not"]
+    heads = ["family", "model", *HEADS]
     cells = []
     for f in sorted(found, key=lambda f: (f.case.family, f.case.model)):
         cells.append([f"`{f.case.family}`", f"`{f.case.model}`", *row_cells(f)])
@@ -116,8 +127,7 @@ def model_rows(found: Iterable[Found]) -> str:
 
 def variant_rows(found: Iterable[Found]) -> str:
     """A table with a row for each variant."""
-    heads = ["variant", "verdict", "policy", "regions", "vocabulary", "tp 2", "tp 4", "stays whole, or why not"]
-    return table(heads, [[variant_name(f.case), *row_cells(f)] for f in found])
+    return table(["variant", *HEADS], [[variant_name(f.case), *row_cells(f)] for f in found])
 
 
 def variant_name(case: Case) -> str:
@@ -130,7 +140,16 @@ def row_cells(f: Found) -> list[str]:
     """What a row says beside the name of its model."""
     first = f.first
     regions = "{} of {}".format(*first.regions) if first.worst else ""
-    return [first.verdict, first.policy, regions, first.vocabulary, *(size_cell(f, tp) for tp in (2, 4)), first.remark]
+    sizes = [*(size_cell(f, tp) for tp in (2, 4)), cut_cell(f)]
+    return [first.verdict, first.policy, regions, first.vocabulary, *sizes, first.remark]
+
+
+def cut_cell(f: Found) -> str:
+    """In how many places a twin can be cut, or why in none."""
+    row = f.rows.get(PP)
+    if row is None or row.verdict in (UNBUILT, UNTRAINED):
+        return ""
+    return "{} of {}".format(*row.regions) if row.proved else f"{row.verdict}: {row.remark}"
 
 
 def size_cell(f: Found, tp: int) -> str:
@@ -168,19 +187,48 @@ def verdict_table(found: Sequence[Found]) -> str:
 
 def summary_table(found: Sequence[Found]) -> str:
     """The proved fractions."""
-    sizes = sorted({tp for f in found for tp in f.rows})
+    sizes = sizes_of(found)
     lines = [[name, *(fraction(count(tp)) for tp in sizes)] for name, count in counts(found)]
     return table(["proved", *(f"tp {tp}" for tp in sizes)], lines)
 
 
 def summary(found: Sequence[Found]) -> str:
     """The proved fractions as plain text."""
-    sizes = sorted({tp for f in found for tp in f.rows})
+    sizes = sizes_of(found)
     lines = [
         f"  {name:<58}" + "".join(f"  tp {tp}: {fraction(count(tp)):<22}" for tp in sizes)
         for name, count in counts(found)
     ]
-    return "\n".join(["proved", *lines])
+    cuts = [f"  {name:<58}  pp 2: {fraction(two)}" for name, two, _ in cut_counts(found)]
+    return "\n".join(["proved", *lines, *cuts])
+
+
+def sizes_of(found: Iterable[Found]) -> list[Size]:
+    """The numbers of ranks of tensor parallelism that were looked at."""
+    return sorted({size for f in found for size in f.rows if size != PP})
+
+
+def cut_table(found: Sequence[Found]) -> str:
+    """How many can be cut."""
+    lines = [[name, fraction(two), fraction(every)] for name, two, every in cut_counts(found)]
+    return table(["proved as a pipeline", "pp 2", "cut between any two blocks"], lines)
+
+
+def cut_counts(found: Sequence[Found]) -> list[tuple[str, tuple[int, int], tuple[int, int]]]:
+    """Of those that are trained in one process: a name, how many can be cut in two, and how many between any two blocks."""
+    parts = [
+        ("causal language models, types", part(found, CAUSAL)),
+        ("encoders, encoder–decoders, vision models", part(found, OTHERS)),
+        ("configuration variants", part(found, VARIANTS)),
+    ]
+    counts_of = []
+    for name, of_part in parts:
+        rows = [f.rows[PP] for f in of_part if PP in f.rows and f.rows[PP].verdict not in (UNBUILT, UNTRAINED)]
+        if rows:
+            proved = [row for row in rows if row.proved]
+            everywhere = sum(row.regions[0] == row.regions[1] for row in proved)
+            counts_of.append((name, (len(proved), len(rows)), (everywhere, len(rows))))
+    return counts_of
 
 
 def fraction(counted: tuple[int, int]) -> str:
@@ -189,7 +237,7 @@ def fraction(counted: tuple[int, int]) -> str:
     return f"{proved} of {all_of_them} ({100 * proved / all_of_them:.1f} %)" if all_of_them else "–"
 
 
-Count = Callable[[int], tuple[int, int]]
+Count = Callable[[Size], tuple[int, int]]
 
 
 def counts(found: Sequence[Found]) -> list[tuple[str, Count]]:
@@ -210,7 +258,7 @@ def counts(found: Sequence[Found]) -> list[tuple[str, Count]]:
     ]
 
 
-def counted(found: Iterable[Found], tp: int) -> list[Found]:
+def counted(found: Iterable[Found], tp: Size) -> list[Found]:
     """Those whose configuration makes a model."""
     return [
         f
@@ -219,13 +267,13 @@ def counted(found: Iterable[Found], tp: int) -> list[Found]:
     ]
 
 
-def by_type(found: Iterable[Found], tp: int, full: bool = False) -> tuple[int, int]:
+def by_type(found: Iterable[Found], tp: Size, full: bool = False) -> tuple[int, int]:
     """Rows proved, and all of which there is a model; with `full`, those of which every region is split."""
     rows = [f.rows[tp] for f in counted(found, tp)]
     return sum(row.full if full else row.proved for row in rows), len(rows)
 
 
-def by_class(found: Iterable[Found], tp: int, full: bool = False) -> tuple[int, int]:
+def by_class(found: Iterable[Found], tp: Size, full: bool = False) -> tuple[int, int]:
     """As `by_type`, of classes: a class counts where all of its rows do."""
     classes: dict[str, list[bool]] = {}
     for f in counted(found, tp):
@@ -239,6 +287,7 @@ def failure_lines(found: Sequence[Found]) -> str:
     for f in found:
         for tp, row in f.rows.items():
             if not row.proved:
-                reasons.setdefault(f"{row.verdict}: {row.remark}", []).append(f"{f.name} at tp {tp}")
+                where = "pp 2" if tp == PP else f"tp {tp}"
+                reasons.setdefault(f"{row.verdict}: {row.remark}", []).append(f"{f.name} at {where}")
     lines = [f"{len(names):>4}  {reason}\n        {', '.join(names)}" for reason, names in reasons.items()]
     return "\n".join(sorted(lines, key=lambda line: -int(line[:4])))

@@ -78,6 +78,34 @@ def test_two_families_are_looked_at(model_table, model_look, model_page):
     assert "2 of 2 (100.0 %)" in model_page.summary(found) and not model_page.failure_lines(found)
 
 
+def cut(scripts, args, fields):
+    """As the script's; on a rank."""
+    sys.path.insert(0, scripts)
+    try:
+        import model_cases
+        import model_cut
+    finally:
+        sys.path.remove(scripts)
+    return model_cut.cut(model_cases.Case(*args, **fields))
+
+
+def test_families_are_cut(model_table, model_look, model_page):
+    pairs = [
+        (("qwen3", "Qwen3ForCausalLM"), {}),
+        (("t5", "T5ForConditionalGeneration", "others"), {}),
+        (("gemma3n_text", "Gemma3nForCausalLM"), {}),
+        (("mixtral", "MixtralForCausalLM", "variants", "router loss"), {"changes": {"output_router_logits": True}}),
+        (("own", "small-gpt", "variants", "plain module"), {}),
+    ]
+    rows = [run_on_ranks(1, cut, str(ROOT / "scripts"), *pair, timeout_s=100)[0] for pair in pairs]
+    found = [model_page.Found(model_table.Case(*p[0], **p[1]), {model_page.PP: row}) for p, row in zip(pairs, rows)]
+    assert [row.verdict for row in rows] == ["cut", "cut", "cut", model_look.REFUSED, "cut"]
+    assert [model_page.cut_cell(f) for f in found[:2]] == ["3 of 3", "7 of 7"]
+    assert rows[2].regions[0] < rows[2].regions[1], "some layers share keys and values"
+    assert "all blocks have to stay together" in model_page.cut_cell(found[3])
+    assert "causal language models, types | 2 of 2 (100.0 %) | 1 of 2 (50.0 %)" in model_page.cut_table(found)
+
+
 def test_a_family_with_a_file_is_inferred_where_that_is_asked_for(model_look):
     row = row_of("qwen3", "Qwen3ForCausalLM", forced=True)
     assert (row.verdict, row.policy) == (model_look.ALL, "inferred") and row.proved

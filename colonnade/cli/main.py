@@ -14,7 +14,10 @@ from colonnade.errors import ColonnadeError
 COMMANDS = {
     "run": ("colonnade.cli.run", "start a script on several processes"),
     "train": ("colonnade.cli.train", "train a model on a text"),
-    "explain": ("colonnade.cli.explain", "show what tensor parallelism makes of each module of a model, and why"),
+    "explain": (
+        "colonnade.cli.explain",
+        "show what a layout makes of each module of a model, what its stages hold, and why",
+    ),
     "verify": ("colonnade.cli.verify", "check that a layout computes what one process computes"),
     "schedule": ("colonnade.cli.schedule", "show who does what when in a pipeline, and how long ranks are idle"),
 }

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from colonnade.cli.run import start_workers
 from colonnade.cluster.launch import launch_from_torch
 from colonnade.errors import ColonnadeError, CommunicationError
+from colonnade.pipeline.schedule import STYLES
 from colonnade.tools.train.curve import NO_MATPLOTLIB, can_draw
 from colonnade.tools.train.options import (
     PRECISIONS,
@@ -32,10 +33,11 @@ examples:
   colonnade train --preset tiny --output out                        the standard library's sources, one process
   colonnade train --preset tiny --tp 2 --dp 2 --output out          the same training in four processes
   colonnade train --preset tiny --dp 2 --zero-stage 1 --output out  two processes, each with half of the optimizer's states
+  colonnade train --preset tiny --pp 2 --microbatches 8 --output out two processes, each with half of the layers
   colonnade train --model ./my-model --data texts/ --output tuned   fine-tune a local model on a folder of text
 
 The output folder loads in plain transformers: AutoModelForCausalLM.from_pretrained("out"). It also holds metrics.jsonl,
-summary.json and the loss curve. Under torchrun or `colonnade run` the processes are the ones that are there already; on
+summary.json and the loss curve, and of a pipeline its last step's trace, which `colonnade schedule --trace` draws. Under torchrun or `colonnade run` the processes are the ones that are there already; on
 several machines the output folder has to be on a file system that they share.
 """
 
@@ -81,11 +83,21 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
 
 def _add_layout(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("layout")
-    group.add_argument("--nproc", type=int, metavar="N", help="number of processes (default: tp × dp)")
+    group.add_argument("--nproc", type=int, metavar="N", help="number of processes (default: tp × pp × dp)")
     _number(group, "--tp", int, 1, "processes that share each layer")
+    _number(group, "--pp", int, 1, "processes of a pipeline, which hold consecutive layers each")
+    group.add_argument(
+        "--pp-style",
+        default=LayoutOptions.pp_style,
+        metavar="NAME",
+        help=f"its schedule: {', '.join(STYLES)} (default: {LayoutOptions.pp_style})",
+    )
     group.add_argument("--dp", type=int, metavar="N", help="processes that share each batch (default: fill --nproc)")
     group.add_argument(
         "--microbatch-size", type=int, metavar="N", help="sequences in a forward pass (default: all of a process)"
+    )
+    group.add_argument(
+        "--microbatches", type=int, metavar="N", help="forward passes of a step instead (default with --pp: twice --pp)"
     )
     group.add_argument(
         "--zero-stage",
@@ -127,13 +139,13 @@ def options_from(args: argparse.Namespace, nproc: int | None) -> TrainOptions:
     """The options of a run from parsed arguments.
 
     Args:
-        nproc: number of processes where it is given; None leaves it to tp × dp.
+        nproc: number of processes where it is given; None leaves it to tp × pp × dp.
 
     Raises:
         ConfigError: for values that cannot work.
     """
     preset = args.preset if args.preset is not None or args.model is not None else "tiny"
-    tp, dp = layout_sizes(tp=args.tp, dp=args.dp, nproc=nproc)
+    tp, dp = layout_sizes(tp=args.tp, dp=args.dp, nproc=nproc, pp=args.pp)
     rate = args.lr
     if rate is None:
         rate = OptimizerOptions.fine_tuning_rate if args.model is not None else OptimizerOptions.learning_rate
@@ -141,7 +153,16 @@ def options_from(args: argparse.Namespace, nproc: int | None) -> TrainOptions:
         output=OutputOptions(args.output, args.overwrite, args.prompt, args.sample_tokens),
         model=ModelOptions(args.model, preset, args.vocab_size),
         data=DataOptions(args.data, args.seq, args.held_out, args.eval_tokens),
-        layout=LayoutOptions(tp, dp, args.microbatch_size, args.precision, args.zero_stage),
+        layout=LayoutOptions(
+            tp=tp,
+            dp=dp,
+            microbatch_size=args.microbatch_size,
+            precision=args.precision,
+            zero_stage=args.zero_stage,
+            pp=args.pp,
+            pp_style=args.pp_style,
+            microbatches=args.microbatches,
+        ),
         optimizer=OptimizerOptions(args.steps, args.batch, rate, args.warmup, args.weight_decay, args.max_norm),
         seed=args.seed,
         eval_every=args.eval_every,

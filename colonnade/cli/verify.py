@@ -9,6 +9,7 @@ from pathlib import Path
 
 from colonnade.cli.run import start_workers
 from colonnade.errors import UsageError
+from colonnade.pipeline.schedule import STYLES
 from colonnade.tools.explain.choice import find_config
 from colonnade.tools.train.source import quiet_inference, quiet_transformers
 from colonnade.tools.verify.certificate import SAME, certificate_text, make_certificate, write_certificate
@@ -21,9 +22,10 @@ examples:
   colonnade verify ./my-model --tp 2 --dp 2 --certificate c.json  the structure of a local model; only its config is read
   colonnade verify llama --tp 2 --dp 2 --zero-stage 1             with the optimizer's states dealt out over --dp
   colonnade verify llama --tp 2 --policy mine.py:MyPolicy         a policy of your own
+  colonnade verify gemma2 --pp 2                                  a pipeline of two stages; also with --tp, --dp
 
 A tiny twin with the same structure (heads and key/value heads, biases, norms, tied weights, layer kinds, an odd vocabulary)
-is trained in one process and in tp × dp processes, and compared: losses, every gradient, gradient norms, weights after
+is trained in one process and in tp × pp × dp processes, and compared: losses, every gradient, gradient norms, weights after
 some steps of AdamW, that replicas hold the same bits, and the logits of the saved model in plain transformers. Where they
 differ, the first module that does is named.
 
@@ -41,7 +43,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="local folder, config.json, or model type (llama, gpt2, …)")
-    parser.add_argument("--tp", type=int, default=2, metavar="N", help="processes that share each layer (default: 2)")
+    parser.add_argument(
+        "--tp", type=int, metavar="N", help="processes that share each layer (default: 2, or 1 where --pp is given)"
+    )
     parser.add_argument("--dp", type=int, default=1, metavar="N", help="processes that share each batch (default: 1)")
     parser.add_argument(
         "--zero-stage",
@@ -50,7 +54,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="N",
         help="deal out over --dp: 1 optimizer states, 2 gradients too, 0 nothing (default: 0)",
     )
-    parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline stages: not there yet (default: 1)")
+    parser.add_argument("--pp", type=int, default=1, metavar="N", help="processes of a pipeline (default: 1)")
+    parser.add_argument(
+        "--pp-style", default="1f1b", metavar="NAME", help=f"its schedule: {', '.join(STYLES)} (default: 1f1b)"
+    )
+    parser.add_argument(
+        "--chunks", type=int, metavar="N", help="stages of each process (default: what the schedule needs)"
+    )
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="optimizer steps to compare (default: 5)")
     parser.add_argument(
         "--policy", metavar="MODULE:CLASS", help="policy of your own: package.module:Class or file.py:Class"
@@ -68,12 +78,15 @@ def run_verify(args: argparse.Namespace) -> int:
     Raises:
         ConfigError, PolicyError, UsageError: before a process is started; `main` prints the text and returns 2.
     """
-    if args.pp != 1:
-        raise UsageError(f"--pp {args.pp}: pipeline parallelism is not there yet; leave --pp 1.")
     quiet_transformers()
     quiet_inference()
-    layout = Layout(args.tp, args.dp, args.policy, args.zero_stage)
-    choice = find_config(args.model, args.tp)
+    if args.pp == 1 and args.chunks is not None:
+        raise UsageError(
+            f"--chunks {args.chunks} needs --pp 2 or more: it counts the stages of a pipeline's processes."
+        )
+    tp = args.tp if args.tp is not None else 2 if args.pp == 1 else 1
+    layout = Layout(tp, args.dp, args.policy, args.zero_stage, args.pp, args.pp_style, args.chunks)
+    choice = find_config(args.model, layout.tp, layout.pipeline)
     with tempfile.TemporaryDirectory(prefix="colonnade-verify-") as folder:
         job = prepare(choice, layout, args.steps, Path(folder))
         if start_workers(layout.ranks, [folder], module="colonnade.tools.verify") != 0:

@@ -6,6 +6,7 @@ peft is recognised by the names of its modules, so that nothing has to be import
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -29,6 +30,23 @@ def plain_model(model: nn.Module) -> nn.Module:
             break
         model = found[0]  # type: ignore[assignment]  # it is a module
     return model
+
+
+def adapted_names(model: nn.Module, names: Collection[str]) -> set[str]:
+    """The names that some parameters of a model without adapters have in the one with them.
+
+    Args:
+        model: with adapters; see `plain_model` for what its names begin at.
+        names: in the model without. A layer that is trained as a copy (modules_to_save) is there twice.
+    """
+    return {name for name, _ in plain_model(model).named_parameters() if _without_layers(name) in names}
+
+
+def _without_layers(name: str) -> str:
+    parts = name.split(".")
+    saved = {i + 1 for i, part in enumerate(parts) if part == "modules_to_save"}  # the adapter's name comes next
+    layers = ("base_layer", "original_module", "token_adapter", "modules_to_save")
+    return ".".join(part for i, part in enumerate(parts) if part not in layers and i not in saved)
 
 
 def adapted_layer(module: nn.Module) -> nn.Module | None:

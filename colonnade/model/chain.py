@@ -32,7 +32,7 @@ class Call:
         returned: what it has returned, with tensors on the meta device.
         like: for each tensor that it returns, by path, the path of the tensor among its arguments (args, kwargs) that has
             its shape and format; None where there is none.
-        reads: whose results its arguments are made of, directly or through glue.
+        reads: whose results it is made of, directly or through glue.
     """
 
     path: str
@@ -51,8 +51,9 @@ class Chain:
         calls: in the order of the forward.
         output_reads: whose results the output of the model is made of.
         everywhere: names of the parameters that glue uses; every stage has them.
-        bound: pairs of calls (first, last) of which the last uses something inside the first that it does not return; no
-            cut may separate them. The end of the forward counts as one call more.
+        bound: pairs of calls (first, last) that no cut may separate: the last uses something inside the first that it does
+            not return, or both use the same random numbers. The end of the forward counts as one call more.
+        altered: results that the forward changes in place after they have been returned.
         shadow: the model on the meta device, to find out shapes.
     """
 
@@ -60,12 +61,30 @@ class Chain:
     output_reads: frozenset[Leaf]
     everywhere: frozenset[str] = frozenset()
     bound: tuple[tuple[int, int], ...] = ()
+    altered: frozenset[Leaf] = frozenset()
     shadow: Any = field(default=None, compare=False, repr=False)
 
     @property
     def read(self) -> frozenset[Leaf]:
         """All results that anything reads."""
         return self.output_reads.union(*(call.reads for call in self.calls))
+
+    @property
+    def homes(self) -> list[int]:
+        """For each call the block on whose stage it has to be: for a block itself, for any other call the last that it is
+        made of, or where it is made of none, the next one. The end of the forward is with the last block.
+        """
+        blocks = self.blocks
+        homes: list[int] = []
+        for number, call in enumerate(self.calls):
+            before = [leaf.call for leaf in call.reads] + [first for first, last in self.bound if last == number]
+            if call.block:
+                homes.append(number)
+            elif before:
+                homes.append(max(homes[earlier] for earlier in before))
+            else:
+                homes.append(next((block for block in blocks if block > number), blocks[-1]))
+        return [*homes, blocks[-1]]
 
     @property
     def blocks(self) -> list[int]:

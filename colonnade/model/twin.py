@@ -30,7 +30,7 @@ from colonnade.model.config_fields import (
     Fields,
     is_number,
 )
-from colonnade.model.twin_layers import MAX_LAYERS, shrink_layers
+from colonnade.model.twin_layers import MAX_LAYERS, MIN_LAYERS, shrink_layers
 from colonnade.model.twin_sizes import (
     VOCAB,
     WINDOW,
@@ -44,12 +44,12 @@ from colonnade.model.twin_sizes import (
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["MAX_LAYERS", "VOCAB", "WINDOW", "build", "model_class", "shrink", "twin_model", "with_noise"]
+__all__ = ["MAX_LAYERS", "MIN_LAYERS", "VOCAB", "WINDOW", "build", "model_class", "shrink", "twin_model", "with_noise"]
 
 NOISE = 0.15
 
 
-def shrink(config: PretrainedConfig, multiple: int = 2) -> PretrainedConfig:
+def shrink(config: PretrainedConfig, multiple: int = 2, layers: int = MIN_LAYERS) -> PretrainedConfig:
     """The configuration of a tiny twin; see [Note: what a twin keeps]. The given one is left alone.
 
     Configurations inside it (text_config, vision_config) are scaled each by itself, and then fitted to one another.
@@ -59,12 +59,13 @@ def shrink(config: PretrainedConfig, multiple: int = 2) -> PretrainedConfig:
         multiple: counts of heads and widths that this divides, it still divides in the twin; those it does not divide,
             it still does not; and counts of key/value heads below it stay below. The number of tensor-parallel ranks
             the twin is for.
+        layers: the twin has so many at least, where the configuration has.
     """
-    return _shrink(config, multiple)
+    return _shrink(config, multiple, layers)
 
 
 def _shrink(
-    config: PretrainedConfig, multiple: int, outer: Scale | None = None, narrowest: int | None = None
+    config: PretrainedConfig, multiple: int, layers: int, outer: Scale | None = None, narrowest: int | None = None
 ) -> PretrainedConfig:
     """As `shrink`.
 
@@ -74,7 +75,7 @@ def _shrink(
     """
     fields, before = Fields(config), Fields(config)
     parts = {name: part for name, part in vars(config).items() if hasattr(part, "to_dict") and name in fields}
-    shrink_layers(fields)
+    shrink_layers(fields, layers)
     scale = scale_of(fields, multiple, narrowest)
     if scale is None or (outer is not None and not fields.numbers(HEADS)):
         scale = outer
@@ -87,7 +88,7 @@ def _shrink(
             fields[name] = 0.0
     narrow = _narrowest(parts)
     for name, part in parts.items():
-        fields[name] = _shrink(part, multiple, scale, narrow).to_dict()
+        fields[name] = _shrink(part, multiple, layers, scale, narrow).to_dict()
     _fit_parts(fields, config, parts)
     return _rebuild(config, fields, before)
 

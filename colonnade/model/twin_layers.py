@@ -24,19 +24,29 @@ from colonnade.model.config_fields import (
 )
 
 MAX_LAYERS = 8
+MIN_LAYERS = 2
 
 
-def shrink_layers(fields: Fields) -> None:
-    """Few layers, at least one of each kind, in their order; all that counts or lists layers is fitted to them."""
+def shrink_layers(fields: Fields, least: int = MIN_LAYERS) -> None:
+    """Few layers, at least one of each kind, in their order; all that counts or lists layers is fitted to them.
+
+    Args:
+        least: so many layers at least, where there are as many.
+    """
     spelled = fields.get("attention_types")
     if isinstance(spelled, list):  # GPT-Neo: kinds and how often they repeat
-        fields["attention_types"] = [[kinds, 1] for kinds, _ in spelled]
+        once = sum(len(kinds) for kinds, _ in spelled)
+        times = math.ceil(least / once)
+        fields["attention_types"] = [[kinds, min(times, repeated)] for kinds, repeated in spelled]
         fields.pop("attention_layers", None)
-        fields.update(dict.fromkeys(fields.numbers(LAYERS), sum(len(kinds) for kinds, _ in spelled)))
+        layers = sum(len(kinds) * repeated for kinds, repeated in fields["attention_types"])
+        fields.update(dict.fromkeys(fields.numbers(LAYERS), layers))
         return
     count = fields.number(LAYERS) or 0
     if count > 1:
-        _keep_layers(fields, _choose(fields, count), count)
+        chosen = _choose(fields, count)
+        others = [layer for layer in range(count) if layer not in chosen]
+        _keep_layers(fields, sorted(chosen + others[: max(0, least - len(chosen))]), count)
 
 
 def _choose(fields: Fields, count: int) -> list[int]:

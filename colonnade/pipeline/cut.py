@@ -49,15 +49,7 @@ def cut_chain(chain: Chain, counts: Sequence[int]) -> Cut:
     """
     ends = list(accumulate(counts))
     of_block = {number: next(s for s, end in enumerate(ends) if i < end) for i, number in enumerate(chain.blocks)}
-    stage_of: list[int] = []
-    for number, call in enumerate(chain.calls):
-        if call.block:
-            stage_of.append(of_block[number])
-        elif call.reads:
-            stage_of.append(max(stage_of[leaf.call] for leaf in call.reads))
-        else:
-            later = [of_block[n] for n in chain.blocks if n > number]
-            stage_of.append(later[0] if later else len(counts) - 1)
+    stage_of = [of_block[home] for home in chain.homes[:-1]]
     return Cut(chain, tuple(counts), tuple(stage_of), _crossing(chain, stage_of, len(counts)))
 
 
@@ -76,10 +68,7 @@ def _crossing(chain: Chain, stage_of: Sequence[int], stages: int) -> tuple[tuple
 
 def blocks_bound(chain: Chain) -> list[tuple[int, int]]:
     """The chain's `bound` in numbers of blocks: (first, last) of those that have to lie on one stage."""
-    blocks = chain.blocks
-    found = []
-    for first, last in chain.bound:
-        inside = [i for i, number in enumerate(blocks) if first <= number <= last]
-        if len(inside) > 1:
-            found.append((inside[0], inside[-1]))
-    return found
+    position = {number: i for i, number in enumerate(chain.blocks)}
+    homes = [position[home] for home in chain.homes]
+    pairs = {(min(homes[a], homes[b]), max(homes[a], homes[b])) for a, b in chain.bound}
+    return sorted(pair for pair in pairs if pair[0] != pair[1])

@@ -84,16 +84,15 @@ def check_counts(counts: Sequence[int], blocks: int, stages: int, bound: Sequenc
 
 
 def _too_few(blocks: int, places: int, stages: int) -> str:
-    why = (
-        f"{blocks} blocks"
-        if places >= blocks
-        else f"{blocks} blocks, of which some have to stay together: {places} groups"
-    )
-    return explain(
-        f"the model cannot be cut into {stages} pipeline stages.",
-        [
-            ("found", why),
-            ("rule", "each stage holds at least one block"),
-            ("try", f"at most {places} stages: pp_size × num_model_chunks ≤ {places}"),
-        ],
-    )
+    some_bound = places < blocks
+    bound = f", of which some have to stay together: {places} group{'s' * (places > 1)}" if some_bound else ""
+    rows = [("found", f"{blocks} blocks{bound}"), ("rule", "each stage holds at least one block")]
+    if some_bound:
+        shared = "keys and values that layers share, router logits that the loss collects, or the like"
+        rows.append(
+            ("reason", f"blocks make something that others, or the loss, use and that they do not return: {shared}")
+        )
+    rows.append(("try", f"at most {places} stages: pp_size × num_model_chunks ≤ {places}"))
+    if some_bound:
+        rows.append(("or", "output_router_logits=False in the config, where it is on"))
+    return explain(f"the model cannot be cut into {stages} pipeline stages.", rows)

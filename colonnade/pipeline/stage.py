@@ -3,7 +3,7 @@
 [Note: gates]
 Every call of a unit (a block, or a module with parameters beside the blocks) passes a gate. While a stage runs, the gate
 lets the calls of the stage through; a call whose result the stage has received returns that; any other returns something of
-the right shape that nobody reads. After the last call of the stage the forward is left by an exception. So masks, positions
+the right shape that nobody reads: not-a-numbers, so that nobody can have read it unnoticed. After the last call of the stage the forward is left by an exception. So masks, positions
 and everything else that a forward makes for itself is made on every stage, from the same inputs, and no model needs code.
 The gate is put in by a subclass made for the instance, so `isinstance`, attributes, hooks and names stay as they are.
 
@@ -14,6 +14,7 @@ for the device or format of its weight: zeros of the right shape that take the m
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -63,7 +64,10 @@ class StagedModel:
         self.numbers = {(call.path, call.nth): number for number, call in enumerate(cut.chain.calls)}
         self.shapes: dict[Any, dict[str, tuple[torch.Size, torch.dtype]]] = {}
         self.read = cut.chain.read
+        self.inside = False  # a unit is being called for real; what it calls itself passes unseen
         self._run: _Run | None = None
+        self._flags = _flags(self.model)
+        self.model.register_forward_pre_hook(self._check_flags, with_kwargs=True)
         for path in dict.fromkeys(call.path for call in cut.chain.calls):
             _put_gate(self.model.get_submodule(path), path, self)
 
@@ -81,6 +85,7 @@ class StagedModel:
                 output = run()
             except _Stop:
                 return StageResult(going.to_send())
+        going.check_complete()
         if stage != self.cut.num_stages - 1:
             raise PolicyError(f"the forward of {type(self.model).__name__} came to its end on stage {stage}.")
         return StageResult((), output)
@@ -98,7 +103,7 @@ class StagedModel:
         """
         call = self.cut.chain.calls[number]
         shadow = self.cut.chain.shadow.get_submodule(call.path)
-        dtype = next(p.dtype for p in shadow.parameters())
+        dtype = next((p.dtype for p in self.cut.chain.shadow.parameters() if p.is_floating_point()), torch.float32)
 
         def on_meta(_: str, tensor: torch.Tensor) -> torch.Tensor:
             kind = dtype if tensor.is_floating_point() else tensor.dtype
@@ -127,6 +132,8 @@ class StagedModel:
 
     def pass_gate(self, path: str, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of a unit: made, stood in for, or refused outside of a stage."""
+        if self.inside:
+            return real(*args, **kwargs)
         if self._run is None:
             if len(self.stages) == self.cut.num_stages:
                 return real(*args, **kwargs)
@@ -139,7 +146,31 @@ class StagedModel:
                     ],
                 )
             )  # fmt: skip
-        return self._run.call(path, real, args, kwargs)
+        return self._run.call(path, functools.partial(self._made, real), args, kwargs)
+
+    def _check_flags(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """What the output has more than when the model was looked at may be made inside of blocks of other stages.
+
+        Raises:
+            UsageError: the caller wants more, by an argument or by what the config says since.
+        """
+        asked = {name for name, value in kwargs.items() if name.startswith("output_") and value}
+        asked = {name for name in asked | _flags(model) if name not in self._flags}
+        if asked and self._run is not None:
+            raise UsageError(
+                explain(
+                    f"{', '.join(sorted(asked))}=True was not set when the model was cut into pipeline stages.",
+                    [("rule", "what a stage can return is settled by the cut"), ("try", "set it in the config before boost")],
+                )
+            )  # fmt: skip
+
+    def _made(self, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call made for real, now or again in the backward pass."""
+        self.inside = True
+        try:
+            return real(*args, **kwargs)
+        finally:
+            self.inside = False
 
 
 class _Run:
@@ -152,6 +183,7 @@ class _Run:
         self.wanted = self.cut.crossing[stage + 1] if stage < self.cut.num_stages - 1 else ()
         self.made: dict[Leaf, torch.Tensor] = dict(received)
         self.called: Counter[str] = Counter()
+        self.next = 0  # number of the call after the last
 
     def call(self, path: str, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         nth = self.called[path]
@@ -161,8 +193,11 @@ class _Run:
             raise PolicyError(
                 f"{path} is called more than {nth} times in this forward, which it was not when the model was looked at; it cannot be cut."
             )
+        self._check_order(number)
         if self.cut.stage_of[number] != self.stage:
-            return self._stand_in(number, args, kwargs)
+            made = self._stand_in(number, args, kwargs)
+            _tell_hooks(self.staged.model.get_submodule(path), args, kwargs, made)
+            return made
         if path in self.staged.recomputed and torch.is_grad_enabled():
             output = checkpoint(real, *args, use_reentrant=False, **kwargs)
         else:
@@ -171,6 +206,32 @@ class _Run:
         if number == self.ends:
             raise _Stop
         return output
+
+    def _check_order(self, number: int) -> None:
+        """Calls may be left out only where no stage needs to be told of their results, and none may come out of order.
+
+        Raises:
+            PolicyError: the forward takes another way than when it was looked at.
+        """
+        known = {leaf.call for leaf in (*self.received, *self.wanted)}
+        left_out = [earlier for earlier in range(self.next, number) if earlier in known]
+        if left_out or number < self.next:
+            calls = self.cut.chain.calls
+            raise PolicyError(
+                explain(
+                    f"the forward of {type(self.staged.model).__name__} is not the one by which it was cut.",
+                    [
+                        ("expected", f"a call of {calls[left_out[0] if left_out else self.next].path}"),
+                        ("found", f"a call of {calls[number].path}" if number < len(calls) else "the end"),
+                        ("rule", "which blocks are called, and in which order, must not depend on the inputs or on chance"),
+                    ],
+                )
+            )  # fmt: skip
+        self.next = number + 1
+
+    def check_complete(self) -> None:
+        """At the end of the forward: everything that was received has been used."""
+        self._check_order(len(self.cut.chain.calls))
 
     def _keep(self, number: int, output: Any) -> None:
         """Note what later stages need of what a call has returned."""
@@ -182,38 +243,92 @@ class _Run:
                     f"{self.cut.chain.calls[number].path} did not return the tensor {leaf.path or 'itself'!r} that a later "
                     "pipeline stage needs, as it did when the model was looked at."
                 )
-            self.made[leaf] = found[leaf.path]
+            self.made[leaf] = self._unaltered(leaf, found[leaf.path])
 
     def _stand_in(self, number: int, args: Any, kwargs: Any) -> Any:
-        """What a call that this stage does not make is said to have returned."""
+        """What a call that this stage does not make is said to have returned; see [Note: gates]."""
         call, given = self.cut.chain.calls[number], leaves((args, kwargs))
 
-        def stand(path: str, seen: torch.Tensor) -> torch.Tensor | None:
+        def stand(path: str, _: torch.Tensor) -> torch.Tensor | None:
             leaf, like = Leaf(number, path), call.like[path]
             if leaf in self.received:
-                return self.received[leaf]
-            if leaf not in self.staged.read and seen.is_floating_point():
+                return self._unaltered(leaf, self.received[leaf])
+            if like in given:
+                shape, dtype = given[like].shape, given[like].dtype
+            elif (found := self._shape(leaf, args, kwargs)) is not None:
+                shape, dtype = found
+            else:
                 return None
-            return given[like] if like in given else self._zeros(number, path, args, kwargs)
+            device = next(iter(given.values())).device if given else next(self.staged.model.parameters()).device
+            return _poison(shape, dtype, device, whole=leaf in self.cut.chain.altered)
 
         return map_leaves(call.returned, stand)
 
-    def _zeros(self, number: int, path: str, args: Any, kwargs: Any) -> torch.Tensor:
+    def _shape(self, leaf: Leaf, args: Any, kwargs: Any) -> tuple[torch.Size, torch.dtype] | None:
+        """Shape and format of what a call would return; None where they are not known and nobody reads it."""
+        shapes = self.staged.shapes
+        key = (leaf.call, *((t.shape, t.dtype) for t in leaves((args, kwargs)).values()))
+        if key not in shapes:
+            try:
+                shapes[key] = self.staged.shapes_of(leaf.call, args, kwargs)
+            except PolicyError:
+                if leaf in self.staged.read:
+                    raise
+                return None
+        shape, dtype = shapes[key][leaf.path]
+        return shape, self.staged.dtype if dtype.is_floating_point else dtype
+
+    def _unaltered(self, leaf: Leaf, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy, where the forward will change the tensor in place; each stage does that for itself."""
+        return tensor.clone() if leaf in self.cut.chain.altered else tensor
+
+    def _zeros(self, number: int, path: str, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """Zeros of the shape that a call would return; None where that is not known and nobody reads it."""
         given = list(leaves((args, kwargs)).values())
+        leaf, shapes = Leaf(number, path), self.staged.shapes
         key = (number, *((t.shape, t.dtype) for t in given))
-        if key not in self.staged.shapes:
-            self.staged.shapes[key] = self.staged.shapes_of(number, args, kwargs)
-        shape, dtype = self.staged.shapes[key][path]
+        if key not in shapes:
+            try:
+                shapes[key] = self.staged.shapes_of(number, args, kwargs)
+            except PolicyError:
+                if leaf in self.staged.read:
+                    raise
+                return None
+        shape, dtype = shapes[key][path]
         device = given[0].device if given else next(self.staged.model.parameters()).device
-        return torch.zeros(shape, dtype=self.staged.dtype if dtype.is_floating_point else dtype, device=device)
+        kind = self.staged.dtype if dtype.is_floating_point else dtype
+        if leaf in self.cut.chain.altered:
+            return torch.zeros(shape, dtype=kind, device=device)
+        return torch.zeros((), dtype=kind, device=device).expand(shape)
 
     def to_send(self) -> tuple[torch.Tensor, ...]:
         return tuple(self.made[leaf] for leaf in self.wanted)
 
 
+def _tell_hooks(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    """Let a module's hooks note what it is said to have returned: some models take results from such notes."""
+    for key, hook in list(module._forward_hooks.items()):
+        hook(module, args, kwargs, output) if key in module._forward_hooks_with_kwargs else hook(module, args, output)
+
+
+def _poison(shape: torch.Size, dtype: torch.dtype, device: torch.device, whole: bool) -> torch.Tensor:
+    """Not a number, or 0 where the format has no such value, in the memory of one entry unless asked for whole."""
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    entry = torch.full((), value, dtype=dtype, device=device)
+    return entry.expand(shape).clone() if whole else entry.expand(shape)
+
+
 def as_input(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of another stage as this one's input: cut off the graph, and to have a gradient of its own."""
     return tensor.detach().requires_grad_(tensor.is_floating_point() and torch.is_grad_enabled())
+
+
+def _flags(model: nn.Module) -> frozenset[str]:
+    """Which outputs a model's config asks for besides the usual one."""
+    config = getattr(model, "config", None)
+    parts = [config, *(part for part in getattr(config, "__dict__", {}).values() if hasattr(part, "to_dict"))]
+    fields = [item for part in parts for item in getattr(part, "__dict__", {}).items()]
+    return frozenset(name for name, value in fields if name.startswith("output_") and value is True)
 
 
 class _Gated:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from colonnade.booster import Booster
 from colonnade.cluster.device import current_device
 from colonnade.cluster.mesh import Axis
 from colonnade.comm.collectives import all_gather_object
@@ -90,6 +91,31 @@ def compare_in_fp64(
     gradients = gather_parameters(model, lambda parameter: parameter.grad, names, axis)
     found = compare_tensors("gradients", gradients, wanted.gradients, Tolerance().gradient)
     losses = all_gather_object(relative(loss.item(), wanted.losses[0]), axis)
+    return {"loss": max(losses), "gradients": found.worst}
+
+
+def compare_pipeline_in_fp64(
+    model_fn: Callable[[], nn.Module], batch: Mapping[str, Any], plugin: Any
+) -> dict[str, float]:
+    """As `compare_in_fp64`, of a training step through a pipeline's own micro-batches; called by every rank.
+
+    Args:
+        plugin: a fresh `HybridParallelPlugin` in fp32 and without ZeRO, whose only axes are tp and pp.
+    """
+    one = SingleProcess(model_fn(), well_conditioned_adamw, torch.float64)
+    names, wanted, world = canonical_names(one.model), one.step([dict(batch)]), Axis.of(None, "world")
+    plain = model_fn()
+    booster = Booster(plugin=plugin)
+    model: Any
+    model, optimizer, *_ = booster.boost(plain, well_conditioned_adamw(plain))
+    model.unwrap().double()
+    model.pipeline.plan.cut.chain.shadow.double()
+    moved = {key: _moved(value) for key, value in batch.items()}
+    with in_double():
+        loss = booster.execute_pipeline(iter([moved]), model, None, optimizer)["loss"]
+    gradients = gather_parameters(model.unwrap(), lambda parameter: parameter.grad, names, world)
+    found = compare_tensors("gradients", gradients, wanted.gradients, Tolerance().gradient)
+    losses = all_gather_object(relative(loss.item(), wanted.losses[0]), world)
     return {"loss": max(losses), "gradients": found.worst}
 
 

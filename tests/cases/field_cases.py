@@ -34,11 +34,16 @@ PLUGINS = {
     "tp4": (HybridParallelPlugin, {"tp_size": 4}),
     "tp2, zero 1": (HybridParallelPlugin, {"tp_size": 2, "zero_stage": 1}),
     "tp2, zero 2": (HybridParallelPlugin, {"tp_size": 2, "zero_stage": 2}),
+    "pp2": (HybridParallelPlugin, {"pp_size": 2}),
+    "pp4": (HybridParallelPlugin, {"pp_size": 4}),
+    "pp2, zero 1": (HybridParallelPlugin, {"pp_size": 2, "zero_stage": 1}),
+    "pp2, tp2": (HybridParallelPlugin, {"pp_size": 2, "tp_size": 2}),
 }
-DATA_PARALLEL = [name for name in PLUGINS if not name.startswith("tp")]
+DATA_PARALLEL = [name for name in PLUGINS if not name.startswith(("tp", "pp"))]
 WITH_TENSOR_PARALLEL = ["tp2", "tp2, zero 1", "tp2, zero 2"]
 # for tests of two data-parallel replicas: (name, ranks)
 TWO_REPLICAS = [(name, 2) for name in DATA_PARALLEL] + [(name, 4) for name in WITH_TENSOR_PARALLEL]
+WITH_STAGES = [("pp2", 2), ("pp4", 4), ("pp2", 4), ("pp2, zero 1", 4), ("pp2, tp2", 4)]  # (name, ranks)
 
 
 def make_plugin(name, **options):
@@ -166,7 +171,11 @@ class Boosted:
         return rows_of(batch, self.plugin.mesh.rank("dp"), self.plugin.mesh.size("dp"))
 
     def backward(self, batch, scale=1.0):
-        """Forward and backward of this rank's share by the plain loop; the loss the user reads, before scaling."""
+        """Forward and backward of this rank's share by the plain loop, or over stages by `execute_pipeline`; the loss the
+        user reads, before scaling.
+        """
+        if self.plugin.mesh.size("pp") > 1:
+            return self.pipeline(batch, lambda outputs, _: outputs.loss * scale) / scale
         loss = self.model(**self.share(batch)).loss
         self.booster.backward(loss * scale, self.optimizer)
         return loss.item()
@@ -178,9 +187,9 @@ class Boosted:
         self.optimizer.step()
         return loss
 
-    def pipeline(self, batch):
+    def pipeline(self, batch, criterion=None):
         """Forward and backward by `execute_pipeline`; the loss."""
-        out = self.booster.execute_pipeline(iter([self.share(batch)]), self.model, None, self.optimizer)
+        out = self.booster.execute_pipeline(iter([self.share(batch)]), self.model, criterion, self.optimizer)
         return out["loss"].item()
 
     def weights(self):

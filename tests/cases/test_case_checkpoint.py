@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from field_cases import Boosted, adamw, whole_batch
+from field_cases import WITH_STAGES, Boosted, adamw, whole_batch
 from safetensors import safe_open
 from torch.optim import SGD, AdamW
 from transformers import AutoModelForCausalLM
@@ -43,7 +43,8 @@ def config_of(folder):
 @pytest.mark.parametrize("model, keys, total_size", [("LL", 39, 164992), ("LT", 38, 156800)])
 @pytest.mark.parametrize(
     "plugin, world",
-    [("tp2", 2), ("tp2", 4), ("ddp", 2), ("zero 1", 2), ("zero 2", 3), ("tp2, zero 1", 4), ("fsdp", 2), ("fsdp", 3)],
+    [("tp2", 2), ("tp2", 4), ("ddp", 2), ("zero 1", 2), ("zero 2", 3), ("tp2, zero 1", 4), ("fsdp", 2), ("fsdp", 3)]
+    + WITH_STAGES,
 )
 def test_saved_folder_is_a_complete_checkpoint(plugin, world, model, keys, total_size, tmp_path):
     run_on_ranks(world, save, plugin, model, tmp_path)
@@ -109,6 +110,9 @@ def load_step_save(plugin, precision, source, folder):
         ("tp2, zero 1", 4),
         ("tp2, zero 2", 4),
         ("fsdp", 2),
+        ("pp2", 2),
+        ("pp2, zero 1", 4),
+        ("pp2, tp2", 4),
     ],
 )
 def test_loaded_weights_survive_the_next_step_in_16_bits(plugin, world, precision, dtype, tmp_path):

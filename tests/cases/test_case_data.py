@@ -33,7 +33,7 @@ def worker_options(workers):
     return {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
 
 
-def deal_out(plugin, rank_seeds, workers):
+def deal_out(plugin, axis, rank_seeds, workers):
     """Two epochs of batches with a random number drawn in a worker; the mesh position, and the length of the loader."""
     plugin = make_plugin(plugin)
     rank = plugin.mesh.world.rank
@@ -43,12 +43,14 @@ def deal_out(plugin, rank_seeds, workers):
         Numbers(20), 2, shuffle=True, collate_fn=with_random_number, **worker_options(workers)
     )
     epochs = [list(loader) for _ in range(2)]
-    return plugin.mesh.rank("dp"), plugin.mesh.rank("tp"), len(loader), epochs
+    return plugin.mesh.rank("dp"), plugin.mesh.rank(axis), len(loader), epochs
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_rows_are_dealt_out_by_data_parallel_rank(workers):
-    answers = {(dp, tp): rest for dp, tp, *rest in run_on_ranks(4, deal_out, "tp2", [0, 1, 2, 3], workers)}
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_rows_are_dealt_out_by_data_parallel_rank(axis, workers):
+    answers = run_on_ranks(4, deal_out, f"{axis}2", axis, [0, 1, 2, 3], workers)
+    answers = {(dp, inside): rest for dp, inside, *rest in answers}
     assert answers.keys() == {(0, 0), (0, 1), (1, 0), (1, 1)}
     assert [length for length, _ in answers.values()] == [5] * 4
     for dp in (0, 1):

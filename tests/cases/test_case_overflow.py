@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from field_cases import Boosted, adamw, whole_batch
 
+from colonnade.comm.collectives import all_gather_object
 from colonnade.precision.loss_scale import LossScale
 from colonnade.testing.ranks import run_on_ranks
 from colonnade.testing.tiny import tiny_model
@@ -22,6 +23,9 @@ ENGINES = [
     ("tp2", 4),
     ("tp2, zero 1", 4),
     ("tp2, zero 2", 4),
+    ("pp2", 2),
+    ("pp2, tp2", 4),
+    ("pp2, zero 1", 4),
 ]
 SCALE = LossScale(initial=2.0**8, backoff_factor=0.5, growth_interval=0)
 DOWN = "model.layers.3.mlp.down_proj.weight"
@@ -31,7 +35,7 @@ class Overflowing:
     """Four steps of which one meets an overflow.
 
     Args:
-        name: the parameter into whose gradient it is put, on the last rank.
+        name: the parameter into whose gradient it is put, on the last rank that holds it.
         at_step: in which step, from 1.
         value: infinity, or not a number.
     """
@@ -42,9 +46,11 @@ class Overflowing:
         dict(model.named_parameters())[name].register_hook(self.spoil)
         self.run = Boosted(plugin, model, adamw, precision="fp16", loss_scale=SCALE)
         self.scales, self.kept = [], []
+        held = all_gather_object(name in dict(self.run.user.named_parameters()), self.run.plugin.mesh.world)
+        self.spoils = dist.get_rank() == max(rank for rank, holds in enumerate(held) if holds)
 
     def spoil(self, grad):
-        if self.step_number != self.at_step or dist.get_rank() != dist.get_world_size() - 1:
+        if self.step_number != self.at_step or not self.spoils:
             return None
         grad = grad.clone()
         grad[(-1,) * grad.dim()] = self.value
@@ -105,7 +111,7 @@ def variations(plugin):
         assert (scales, kept, counts) == (wanted, [n == at for n in (1, 2, 3, 4)], {3.0}), options
 
 
-@pytest.mark.sample("ddp-2", "zero 2-2", "tp2-2", "tp2, zero 1-4")
+@pytest.mark.sample("ddp-2", "zero 2-2", "tp2-2", "tp2, zero 1-4", "pp2-2")
 @pytest.mark.parametrize("plugin, world", [engine for engine in ENGINES if engine not in (("zero 2", 3), ("tp2", 4))])
 def test_whatever_overflows_where_and_when(plugin, world):
     run_on_ranks(world, variations, plugin)

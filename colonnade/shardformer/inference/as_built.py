@@ -22,11 +22,18 @@ def can_be_rebuilt(model: nn.Module) -> bool:
     return hasattr(model, "config") and hasattr(type(model), "_from_config")
 
 
-def rebuild(model: Any, config: Any) -> nn.Module:
-    """Another model of the same class, whose attention and experts are plain operations that can be read and run anywhere."""
-    made: Any = type(model)._from_config(config, attn_implementation="eager", dtype=torch.float32)
+def rebuild(model: Any, config: Any, attention: str = "eager") -> nn.Module:
+    """Another model of the same class, without a cache, whose attention and experts are plain operations that can be read
+    and run anywhere.
+
+    Args:
+        config: taken over.
+    """
+    made: Any = type(model)._from_config(config, attn_implementation=attention, dtype=torch.float32)
     if getattr(made.config, "_experts_implementation", None):
         made.config._experts_implementation = "batched_mm"
+    if hasattr(made.config, "use_cache"):
+        made.config.use_cache = False
     return made.requires_grad_(True).train()
 
 
@@ -39,9 +46,18 @@ def built_anew(model: Any) -> tuple[nn.Module | None, str]:
             made = rebuild(model, copy.deepcopy(model.config))
     except Exception as error:  # a model's own code
         return None, f"its class does not build it from its config ({said(error)})"
-    if edit := edit_of(model, made):
+    if (edit := edit_of(model, made)) and edit_of(model, _with_attention_of(model, made)):
         return None, f"it is not what its class builds ({edit})"
     return made.to("meta"), ""  # what a constructor has made elsewhere all the same
+
+
+def _with_attention_of(model: Any, made: nn.Module) -> nn.Module:
+    """What the class builds with the model's own kind of attention, where that is another: some have a class for each."""
+    attention = getattr(model.config, "_attn_implementation", None)
+    if attention in (None, "eager"):
+        return made
+    with torch.device("meta"):
+        return rebuild(model, copy.deepcopy(model.config), attention)
 
 
 def without_weights(model: nn.Module) -> nn.Module:

@@ -1,34 +1,28 @@
-"""The chain of a model: the order of its calls and what each is made of, from one forward. See `model.chain`.
-
-[Note: what leaks out of a block]
-Some models hand things on behind the back of what a block returns: keys and values that later blocks share, router logits
-that the loss collects. Such a tensor's graph leads to parameters of the block without passing its result. A stage that does
-not hold the block could not have it, so the two are bound together.
-"""
+"""The chain of a model: the order of its calls and what each is made of, from one forward. See `model.chain`, `origins`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Function
 
 from colonnade.errors import PolicyError, explain
-from colonnade.model.adapters import has_adapters, without_adapters
+from colonnade.model.adapters import adapted_names, has_adapters, without_adapters
 from colonnade.model.chain import Call, Chain, Leaf
 from colonnade.model.tree import leaves, map_leaves
 from colonnade.shardformer.inference.as_built import without_weights
 from colonnade.shardformer.inference.check import said
 from colonnade.shardformer.inference.infer import shadows
+from colonnade.shardformer.inference.origins import Drawn, Inside, Origin, Origins, PythonReads
 from colonnade.shardformer.inference.policy import device_of
 from colonnade.shardformer.inference.probe import TRACED_ROWS, assume_yes, probe_inputs, probes
 from colonnade.shardformer.inference.trace import find_blocks
 
-Node = Any  # torch.autograd.graph.Node
+DROPPING = ("dropout", "droppath", "stochasticdepth")  # in names of classes
 
 
 def chain_of(model: Any) -> Chain:
@@ -39,10 +33,12 @@ def chain_of(model: Any) -> Chain:
             token ids [rows, tokens] first. One with adapters of peft is looked at without them.
 
     Raises:
-        PolicyError: it has no list of repeated blocks, or its forward cannot be run for a look.
+        PolicyError: it has no list of repeated blocks, its forward cannot be run for a look, or decides at random which
+            blocks to call.
     """
     if has_adapters(model):
-        model = without_adapters(model)
+        chain = chain_of(without_adapters(model))
+        return replace(chain, everywhere=frozenset(adapted_names(model, chain.everywhere)))
     if not find_blocks(model):
         raise PolicyError(
             explain(
@@ -58,13 +54,16 @@ def chain_of(model: Any) -> Chain:
         on_meta = device_of(shadow).type == "meta"
         for options in probes(shadow):
             try:
+                untouched = without_weights(shadow)  # some models keep what they have made in a forward
                 inputs = probe_inputs(shadow, device_of(shadow), rows=TRACED_ROWS, **options)
                 with assume_yes() if on_meta else nullcontext(), torch.enable_grad():
                     found = _Watcher(shadow).run(inputs)
             except Exception as error:  # a model's own code: it may need values, which the meta device has not
                 refused.append(said(error))
                 continue
-            return found.chain(shadow if on_meta else without_weights(model))
+            if found.origins.decided_at_random:
+                raise PolicyError(_at_random(type(model).__name__))
+            return found.chain(untouched)
     raise PolicyError(
         explain(
             f"{type(model).__name__} cannot be cut into pipeline stages: its forward does not run for a look.",
@@ -73,10 +72,21 @@ def chain_of(model: Any) -> Chain:
     )
 
 
+def _at_random(name: str) -> str:
+    return explain(
+        f"{name} cannot be cut into pipeline stages: its forward decides at random which blocks to call.",
+        [
+            ("rule", "all stages have to take the same way through the model"),
+            ("try", "layerdrop=0 (encoder_layerdrop, decoder_layerdrop) in its config"),
+        ],
+    )
+
+
 def units_of(model: nn.Module) -> dict[str, bool]:
     """The modules whose calls make up the chain, by name: whether each is a block.
 
-    What contains blocks is looked into, and so are lists of modules; of the rest, those that have parameters.
+    What contains blocks is looked into, and so are lists of modules; of the rest, those that have parameters, and those
+    that draw random numbers, which would be others on each stage.
     """
     blocks = set(find_blocks(model))
     units: dict[str, bool] = {}
@@ -92,21 +102,15 @@ def units_of(model: nn.Module) -> dict[str, bool]:
         elif inside or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             for name, child in module.named_children():
                 visit(f"{path}.{name}".lstrip("."), child)
-        elif any(True for _ in module.parameters()):
+        elif any(True for _ in module.parameters()) or _drops(module):
             units[path] = False
 
     visit("", model)
     return units
 
 
-class _Mark(Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad
+def _drops(module: nn.Module) -> bool:
+    return any(kind in type(part).__name__.lower() for part in module.modules() for kind in DROPPING)
 
 
 @dataclass
@@ -116,7 +120,34 @@ class _Seen:
     path: str
     nth: int
     args: dict[str, torch.Tensor]
+    decided: frozenset[Origin]
     returned: Any = None
+
+
+@dataclass
+class _Links:
+    """What the calls of a chain have to do with one another."""
+
+    reads: list[set[Leaf]] = field(default_factory=list)
+    bound: set[tuple[int, int]] = field(default_factory=set)
+    draws: dict[Drawn, list[int]] = field(default_factory=dict)
+
+    def note(self, number: int, origins: Iterable[Origin]) -> None:
+        """A call, the end counting as one, is made of this."""
+        leaves_read: set[Leaf] = set()
+        for origin in origins:
+            if isinstance(origin, Leaf):
+                leaves_read.add(origin)
+            elif isinstance(origin, Inside):
+                self.bound.add((origin.inside, number))
+            elif isinstance(origin, Drawn):
+                self.draws.setdefault(origin, []).append(number)
+        self.reads.append({leaf for leaf in leaves_read if leaf.call < number})
+
+    def all_bound(self) -> tuple[tuple[int, int], ...]:
+        """Calls that have to be on one stage: also those that use the same random numbers of glue."""
+        same = {(min(calls), max(calls)) for calls in self.draws.values()}
+        return tuple(sorted(pair for pair in self.bound | same if pair[0] != pair[1]))
 
 
 class _Watcher:
@@ -124,20 +155,15 @@ class _Watcher:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.units = model, units_of(model)
+        self.origins = Origins(model)
         self.seen: list[_Seen] = []
-        self.marks: dict[Node, Leaf] = {}
-        self.plain: dict[int, Leaf] = {}  # tensors without a graph, by identity
-        self.kept: list[torch.Tensor] = []  # so that no identity is used twice
-        self.open: dict[str, list[int]] = {}
+        self.open: list[str] = []  # units that are being called; of one inside another nothing is noted
         self.output: Any = None
-        self.owner: dict[Any, list[str]] = {}
-        for path in self.units:
-            for parameter in model.get_submodule(path).parameters():
-                self.owner.setdefault(parameter, []).append(path)
-        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        self.owned = {path: {name for name in names if name.startswith(f"{path}.")} for path in self.units}
 
     def run(self, inputs: dict[str, Any]) -> _Watcher:
-        with self._watching():
+        with self._watching(), torch.random.fork_rng(devices=[]), PythonReads(self.origins), self.origins:
             self.output = self.model(**inputs)
         return self
 
@@ -147,7 +173,8 @@ class _Watcher:
         for path in self.units:
             module = self.model.get_submodule(path)
             handles.append(module.register_forward_pre_hook(self._before(path), with_kwargs=True, prepend=True))
-            handles.append(module.register_forward_hook(self._after(path), with_kwargs=True))
+            # first of all hooks: what others note of the result, and change of it, is glue
+            handles.append(module.register_forward_hook(self._after(path), with_kwargs=True, prepend=True))
         try:
             yield
         finally:
@@ -156,79 +183,55 @@ class _Watcher:
 
     def _before(self, path: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            nth = sum(seen.path == path for seen in self.seen)
-            self.open.setdefault(path, []).append(len(self.seen))
-            self.seen.append(_Seen(path, nth, leaves((args, kwargs))))
+            self.open.append(path)
+            if len(self.open) == 1:
+                nth = sum(seen.path == path for seen in self.seen)
+                self.origins.call, self.origins.owned = len(self.seen), self.owned[path]
+                self.seen.append(_Seen(path, nth, leaves((args, kwargs)), frozenset(self.origins.decided)))
 
         return hook
 
     def _after(self, path: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            number = self.open[path].pop()
-            marked = map_leaves(output, lambda place, tensor: self._marked(tensor, Leaf(number, place)))
-            self.seen[number].returned = map_leaves(output, lambda _, tensor: tensor.detach().to("meta"))
+            self.open.pop()
+            if self.open:
+                return None
+            self.origins.end_call(leaves(output).values())
+            number = len(self.seen) - 1
+            marked = map_leaves(output, lambda place, tensor: self.origins.result(tensor, Leaf(number, place)))
+            self.seen[number].returned = map_leaves(output, lambda _, t: torch.empty_like(t, device="meta").detach())
             return marked
 
         return hook
 
-    def _marked(self, tensor: torch.Tensor, leaf: Leaf) -> torch.Tensor:
-        self.kept.append(tensor)
-        if not tensor.requires_grad:
-            self.plain.setdefault(id(tensor), leaf)
-            return tensor
-        marked = _Mark.apply(tensor)
-        self.marks[marked.grad_fn] = leaf
-        return marked
-
     def chain(self, shadow: nn.Module) -> Chain:
         """What has been seen."""
-        everywhere: set[str] = set(self._own_parameters())
-        bound: set[tuple[int, int]] = set()
-        calls = []
+        links, calls = _Links(), []
         for number, seen in enumerate(self.seen):
-            reads = self._reads(seen.args, number, everywhere, bound)
+            links.note(number, self.origins.reads.get(number, set()) | seen.decided)
             like = {path: _first_like(tensor, seen.args) for path, tensor in leaves(seen.returned).items()}
+            reads = frozenset(links.reads[number])
             calls.append(Call(seen.path, seen.nth, self.units[seen.path], seen.returned, like, reads))
-        output = self._reads(leaves(self.output), len(self.seen), everywhere, bound)
-        return Chain(tuple(calls), output, frozenset(everywhere), tuple(sorted(bound)), shadow)
+        links.note(len(calls), self.origins.made_of(leaves(self.output).values()) | self.origins.decided)
+        return Chain(
+            tuple(calls),
+            frozenset(links.reads[-1]),
+            frozenset({*self.origins.everywhere, *self._own_parameters()}),
+            links.all_bound(),
+            frozenset(self.origins.altered),
+            shadow,
+        )
 
     def _own_parameters(self) -> Iterator[str]:
         """Parameters that belong to no unit, of modules that have units inside."""
-        for parameter, name in self.names.items():
-            if parameter not in self.owner:
+        of_units = set().union(*self.owned.values())
+        for name, parameter in self.model.named_parameters():
+            if name not in of_units and not self._also(parameter, of_units):
                 yield name
 
-    def _reads(
-        self, given: dict[str, torch.Tensor], number: int, everywhere: set[str], bound: set[tuple[int, int]]
-    ) -> frozenset[Leaf]:
-        """The results that these tensors are made of through glue; notes what else they are made of."""
-        tensors = list(given.values())
-        found = {self.plain[id(t)] for t in tensors if not t.requires_grad and id(t) in self.plain}
-        seen: set[Node] = set()
-        queue: list[Node] = [t.grad_fn for t in tensors]
-        while queue:
-            node = queue.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if node in self.marks:
-                found.add(self.marks[node])
-            elif hasattr(node, "variable"):
-                self._used_by_glue(node.variable, number, everywhere, bound)
-            else:
-                queue += [before for before, _ in node.next_functions]
-        return frozenset(leaf for leaf in found if leaf.call < number)
-
-    def _used_by_glue(self, parameter: Any, number: int, everywhere: set[str], bound: set[tuple[int, int]]) -> None:
-        """A parameter that a call is made of although no unit returned it."""
-        if parameter not in self.names:
-            return
-        owners = self.owner.get(parameter, [])
-        blocks = [i for i, seen in enumerate(self.seen[:number]) if seen.path in owners and self.units[seen.path]]
-        if blocks:
-            bound.add((blocks[0], number))  # see [Note: what leaks out of a block]
-        else:
-            everywhere.add(self.names[parameter])
+    def _also(self, parameter: nn.Parameter, names: set[str]) -> bool:
+        """Whether a parameter has one of these names as well."""
+        return any(p is parameter and n in names for n, p in self.model.named_parameters(remove_duplicate=False))
 
 
 def _first_like(output: torch.Tensor, args: dict[str, torch.Tensor]) -> str | None:

@@ -16,7 +16,7 @@ from colonnade.comm.collectives import all_gather_object
 from colonnade.errors import ColonnadeError, PolicyError, explain
 from colonnade.model.adapters import has_adapters, without_adapters
 from colonnade.model.spine import Spine
-from colonnade.model.twin import shrink, with_noise
+from colonnade.model.twin import MIN_LAYERS, shrink, with_noise
 from colonnade.shardformer.inference import cache
 from colonnade.shardformer.inference.as_built import built_anew, rebuild, without_weights
 from colonnade.shardformer.inference.check import Twin, said
@@ -169,18 +169,19 @@ def as_if_training(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def twin_of(model: Any, ranks: int = 1) -> Twin:
+def twin_of(model: Any, ranks: int = 1, layers: int = MIN_LAYERS) -> Twin:
     """A small model of the same make in float64, with inputs and what a training step of it gives.
 
     Args:
         ranks: over which it is to be split.
+        layers: it has so many at least, where the model has.
 
     Raises:
         PolicyError: none can be built, or it does not train.
     """
     if has_adapters(model):
         model = without_adapters(model)
-    small, _ = _twin_of(model, ranks, built_anew(model)[1])
+    small, _ = _twin_of(model, ranks, built_anew(model)[1], layers)
     return _trained(model, small, ranks)
 
 
@@ -196,7 +197,7 @@ def _trained(model: Any, small: nn.Module, ranks: int) -> Twin:
         ) from error
 
 
-def _twin_of(model: Any, ranks: int, reason: str) -> tuple[nn.Module, list[Region]]:
+def _twin_of(model: Any, ranks: int, reason: str, layers: int = MIN_LAYERS) -> tuple[nn.Module, list[Region]]:
     """A small model to check policies on, and its regions.
 
     Args:
@@ -206,7 +207,7 @@ def _twin_of(model: Any, ranks: int, reason: str) -> tuple[nn.Module, list[Regio
         try:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
-                small = _without_dropout(with_noise(rebuild(model, shrink(model.config, ranks))))
+                small = _without_dropout(with_noise(rebuild(model, shrink(model.config, ranks, layers))))
             return small, find_regions(small)
         except Exception as error:  # a model's own code, which may be written for one size
             reason = f"its tiny twin does not run ({said(error)})"

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from colonnade.cluster.log import get_logger
+from colonnade.shardformer.inference.dispatch import OperationMode
 
 log = get_logger(__name__)
 ROWS, TOKENS = 2, 13
@@ -80,7 +80,7 @@ def probes(model: Any) -> Iterator[dict[str, Any]]:
             yield {"dense_mask": dense_mask, "pictures": pictures, "targets": False}
 
 
-class assume_yes(TorchDispatchMode):  # noqa: N801 - used as `with assume_yes():`
+class assume_yes(OperationMode):  # noqa: N801 - used as `with assume_yes():`
     """Within it, every question for a truth value on the meta device is answered with yes; see
     [Note: values that are not there]. A question for a number fails as ever.
     """

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from colonnade.errors import ConfigError, PolicyError, explain
 from colonnade.model.default_configs import default_config
-from colonnade.model.twin import model_class, shrink
+from colonnade.model.twin import model_class
 from colonnade.shardformer import Policy
+from colonnade.tools.explain.stages import PipelineChoice, shrink_for
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -39,12 +40,13 @@ class Choice:
         return model_class(self.config).__name__
 
 
-def find_config(name: str, multiple: int = 2) -> Choice:
+def find_config(name: str, multiple: int = 2, pipeline: PipelineChoice | None = None) -> Choice:
     """The configuration for what was given as MODEL.
 
     Args:
         name: path of a folder or of a config.json, or a model type; the latter gives tiny sizes.
         multiple: for a model type, what counts of heads are to be divisible by; see `shrink`.
+        pipeline: for a model type, the stages that it is to have layers for.
 
     Raises:
         ConfigError: there is no such thing, or transformers cannot read it or has no language model for it.
@@ -53,12 +55,12 @@ def find_config(name: str, multiple: int = 2) -> Choice:
     if path.exists():
         config, source = _read(path), f"sizes of {path}"
     else:
-        config, source = shrink(_default(name), multiple), f"tiny sizes, as only the type {name!r} was given"
+        config, source = _default(name), f"tiny sizes, as only the type {name!r} was given"
     try:
         model_class(config)
     except ValueError as error:
         raise ConfigError(explain(f"{name} cannot be used here: {error}.", [("needs", FORMS)])) from error
-    return Choice(config, source)
+    return Choice(config if path.exists() else shrink_for(config, multiple, pipeline), source)
 
 
 def _read(path: Path) -> PretrainedConfig:

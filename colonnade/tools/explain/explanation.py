@@ -24,6 +24,7 @@ from colonnade.shardformer.shard.sharder import ModelSharder
 from colonnade.shardformer.shard.shares import numbers_of
 from colonnade.tools.explain.decision import Decision, Regions, decide
 from colonnade.tools.explain.findings import Findings, findings_of
+from colonnade.tools.explain.stages import PipelineChoice, Stages, plan_stages
 from colonnade.tools.explain.tree import Node, Traffic, fold, without_lists
 from colonnade.tools.explain.trial import SAME, try_on_twin
 
@@ -52,6 +53,7 @@ class Explanation:
         findings: of an inferred policy; None for one that somebody wrote.
         fault: what a tiny twin did otherwise than one process when it was split by a policy of the reader's own; empty
             where it did the same, or where that was not tried.
+        stages: of a pipeline; None where none was asked for.
     """
 
     model: str
@@ -66,6 +68,7 @@ class Explanation:
     uneven: str
     findings: Findings | None = None
     fault: str = ""
+    stages: Stages | None = None
 
     @property
     def all_reduces(self) -> int:
@@ -107,6 +110,7 @@ class Explanation:
             "policy": {"name": self.policy, "source": self.policy_source, "fault": self.fault}
             | (self.findings.to_json() if self.findings else {}),
             "tree": self.tree.to_json(),
+            **({"stages": self.stages.to_json()} if self.stages else {}),
             "totals": {
                 "parameters": whole,
                 "local_parameters": local,
@@ -124,16 +128,25 @@ class Explanation:
 
 
 def explain_config(
-    config: PretrainedConfig, tp: int, policy: Policy | None = None, fused_norms: bool = False, check: bool = True
+    config: PretrainedConfig,
+    tp: int,
+    policy: Policy | None = None,
+    fused_norms: bool = False,
+    check: bool = True,
+    pipeline: PipelineChoice | None = None,
 ) -> Explanation:
-    """Explain a model of this configuration; nothing of its size is allocated. Arguments as `explain_model`.
+    """Explain a model of this configuration; nothing of its size is allocated. Arguments as `explain_model`, and
+    `pipeline`, the stages into which it is to be cut.
 
     A policy that is given passes no check before it is used, as the reader may want something else than the model does;
     here it is tried on a tiny twin all the same, and what comes out is told.
     """
     with torch.device("meta"):
         model = build(config)
+    plan = None if pipeline is None else plan_stages(config, pipeline, check)
     explanation = explain_model(model, tp, policy, fused_norms, check)
+    if plan is not None:
+        explanation = replace(explanation, stages=plan.explain(model))
     if policy is None or tp == 1:
         return explanation
     fault, verdict = try_on_twin(policy, config, tp) if check else ("", "not checked")

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from colonnade.tools.explain.explanation import ADAM_BYTES, FP32_BYTES, Explanation
+from colonnade.tools.explain.numbers import short_bytes, short_count
+from colonnade.tools.explain.stages_text import stage_lines
 from colonnade.tools.explain.tree import Node
 
 COLOURS = {"column": "green", "row": "cyan", "vocabulary": "magenta", "norm": "yellow", "head": "yellow"}
@@ -14,15 +16,19 @@ COLOURS = {"column": "green", "row": "cyan", "vocabulary": "magenta", "norm": "y
 def plain_text(explanation: Explanation, source: str) -> str:
     """The whole explanation; two columns of the tree, then what, parameters on rank 0, why and traffic.
 
+    A pipeline's stages follow, or take the place of the tree where nothing but them divides the model.
+
     Args:
         source: where the model's sizes are from.
     """
+    if explanation.stages is not None and explanation.tp == 1:
+        return "\n".join([_heading(explanation, source), "", *stage_lines(explanation.stages, 1)])
     rows = list(_rows(explanation.tree, ""))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = [_heading(explanation, source), ""]
     for name, kind, parameters, rest in rows:
         lines.append(f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {parameters:>{widths[2]}}  {rest}".rstrip())
-    return "\n".join([*lines, "", *totals(explanation)])
+    return "\n".join([*lines, "", *totals(explanation), *_stages(explanation)])
 
 
 def rich_tree(explanation: Explanation, source: str) -> Any:
@@ -51,8 +57,11 @@ def rich_tree(explanation: Explanation, source: str) -> Any:
             grow(tree.add(label(child)), child)
         return tree
 
+    heading = Text(_heading(explanation, source))
+    if explanation.stages is not None and explanation.tp == 1:
+        return Group(heading, Text(""), Text("\n".join(stage_lines(explanation.stages, 1))))
     tree = grow(Tree(label(explanation.tree)), explanation.tree)
-    return Group(Text(_heading(explanation, source)), Text(""), tree, Text(""), Text("\n".join(totals(explanation))))
+    return Group(heading, Text(""), tree, Text(""), Text("\n".join([*totals(explanation), *_stages(explanation)])))
 
 
 def totals(explanation: Explanation) -> list[str]:
@@ -63,7 +72,7 @@ def totals(explanation: Explanation) -> list[str]:
     lines = [
         f"parameters        {whole:,} in the model, {local:,} on rank 0 ({share})"
         + (f", {most:,} on the fullest" if most != local else ""),
-        f"memory a rank     {_bytes(most * FP32_BYTES)} weights in fp32, {_bytes(most * ADAM_BYTES)} with gradients "
+        f"memory a rank     {short_bytes(most * FP32_BYTES)} weights in fp32, {short_bytes(most * ADAM_BYTES)} with gradients "
         "and Adam's state, activations not counted",
     ]
     if explanation.tp == 1:
@@ -84,11 +93,17 @@ def totals(explanation: Explanation) -> list[str]:
     return lines
 
 
+def _stages(explanation: Explanation) -> list[str]:
+    return [] if explanation.stages is None else ["", *stage_lines(explanation.stages, explanation.tp)]
+
+
 def _heading(explanation: Explanation, source: str) -> str:
+    pipeline = f", pp {explanation.stages.ranks}" if explanation.stages else ""
     lines = [
-        f"{explanation.model}, tp {explanation.tp}: {source}",
-        f"policy {explanation.policy}: {explanation.policy_source}",
+        f"{explanation.model}, tp {explanation.tp}{pipeline}: {source}",
     ]
+    if explanation.tp > 1 or explanation.stages is None:
+        lines.append(f"policy {explanation.policy}: {explanation.policy_source}")
     findings = explanation.findings
     if findings is not None:
         lines += [str(findings), *(f"  {what}: {why}" for what, why in findings.whole.items())]
@@ -105,24 +120,10 @@ def _rows(node: Node, prefix: str) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _local(node: Node) -> str:
-    return f"{_count(node.local_parameters)} of {_count(node.parameters)}"
+    return f"{short_count(node.local_parameters)} of {short_count(node.parameters)}"
 
 
 def _rest(node: Node) -> str:
     parts = [node.why, *map(str, node.traffic)]
     text = "; ".join(part for part in parts if part)
     return f"{text} [{node.rule}]" if node.rule and text else text
-
-
-def _count(number: int) -> str:
-    for unit, size in (("B", 10**9), ("M", 10**6), ("K", 10**3)):
-        if number >= 10 * size or (number >= size and unit != "K"):
-            return f"{number / size:.1f}{unit}"
-    return str(number)
-
-
-def _bytes(number: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number} bytes"

@@ -49,11 +49,13 @@ def held_out_loss(booster: Booster, model: torch.nn.Module, data: Dataset, rows:
     return total / len(rows)
 
 
-def write_sample(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: torch.Tensor, length: int, seed: int) -> str:
+def write_sample(
+    booster: Booster, model: Any, tokenizer: PreTrainedTokenizerBase, prompt: torch.Tensor, length: int, seed: int
+) -> str:
     """Let the model continue a text; the same on every rank, since all draw from the same seed.
 
     Args:
-        model: the user's model inside the boosted one; its ranks generate together.
+        model: the boosted model; its ranks generate together.
         prompt: [1, tokens] ids to begin with.
         length: tokens to write at most; prompt and sample together stay within the model's positions.
     """
@@ -63,15 +65,15 @@ def write_sample(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: torch.T
     if positions is not None:
         length = min(length, positions - ids.shape[1])
     if length > 0:
-        with evaluation_mode(model):
-            ids = model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=length,
-                do_sample=True,
-                temperature=0.7,
-                top_k=50,
-                use_cache=True,
-                pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-            )
+        ids = booster.generate(
+            model,
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=length,
+            do_sample=True,
+            temperature=0.7,
+            top_k=50,
+            use_cache=model.pipeline is None,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        )
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))

@@ -6,7 +6,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from colonnade.booster.plugin.pipeline_options import PipelineOptions
 from colonnade.errors import ConfigError, explain
+from colonnade.pipeline.schedule import STYLES
+from colonnade.tools.explain.stages import PipelineChoice
 from colonnade.tools.train.presets import find_preset
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -41,19 +44,34 @@ class LayoutOptions:
     microbatch_size: int | None = None  # sequences per forward pass; None means the whole share of a rank at once
     precision: str = "fp32"
     zero_stage: int = 0  # 1: optimizer states dealt out over data-parallel ranks; 2: gradients too
+    pp: int = 1  # ranks of a pipeline
+    pp_style: str = "1f1b"  # its schedule
+    microbatches: int | None = (
+        None  # of a rank's share, in place of their size; a pipeline has 2·pp where neither is given
+    )
 
     @property
     def ranks(self) -> int:
         """Number of processes."""
-        return self.tp * self.dp
+        return self.tp * self.dp * self.pp
+
+    @property
+    def pipeline(self) -> PipelineChoice | None:
+        """The pipeline; None where there is none.
+
+        Raises:
+            ConfigError: there is no such schedule.
+        """
+        return None if self.pp == 1 else PipelineChoice(self.pp, PipelineOptions(self.pp_style), self.microbatches)
 
     def __str__(self) -> str:
-        return layout_in_words(self.tp, self.dp, self.zero_stage)
+        return layout_in_words(self.tp, self.dp, self.zero_stage, self.pp, self.pp_style)
 
 
-def layout_in_words(tp: int, dp: int, zero_stage: int = 0) -> str:
-    """A layout for a person to read."""
-    return f"tp {tp} × dp {dp}" + (f", ZeRO-{zero_stage}" if zero_stage else "")
+def layout_in_words(tp: int, dp: int, zero_stage: int = 0, pp: int = 1, style: str = "") -> str:
+    """A layout for a person to read; of a pipeline with its schedule."""
+    pipeline = (f" × pp {pp}", f", {style}") if pp > 1 else ("", "")
+    return f"tp {tp}{pipeline[0]} × dp {dp}" + (f", ZeRO-{zero_stage}" if zero_stage else "") + pipeline[1]
 
 
 @dataclass(frozen=True)
@@ -80,28 +98,34 @@ class OutputOptions:
     sample_tokens: int = 48  # length of the sample
 
 
-def layout_sizes(tp: int, dp: int | None, nproc: int | None) -> tuple[int, int]:
+def layout_sizes(tp: int, dp: int | None, nproc: int | None, pp: int = 1) -> tuple[int, int]:
     """Sizes (tp, dp) of a layout, dp filling the processes where it is not given.
 
     Raises:
         ConfigError: when the sizes are not those of `nproc` processes.
     """
-    if tp < 1 or (dp is not None and dp < 1) or (nproc is not None and nproc < 1):
-        given = ", ".join(f"--{k} {v}" for k, v in {"tp": tp, "dp": dp, "nproc": nproc}.items() if v is not None)
+    sizes = {"tp": tp, "pp": pp, "dp": dp, "nproc": nproc}
+    if any(size is not None and size < 1 for size in sizes.values()):
+        given = ", ".join(f"--{k} {v}" for k, v in sizes.items() if v is not None and (k, v) != ("pp", 1))
         raise ConfigError(explain(f"the layout {given} is not possible.", [("needs", "whole numbers of at least 1")]))
     if nproc is None:
         return tp, dp or 1
-    if nproc % tp or (dp is not None and tp * dp != nproc):
-        asked = f"--tp {tp}" + ("" if dp is None else f" --dp {dp}")
+    one = tp * pp  # ranks that share one model
+    if nproc % one or (dp is not None and one * dp != nproc):
+        asked = f"--tp {tp}" + (f" --pp {pp}" if pp > 1 else "") + ("" if dp is None else f" --dp {dp}")
         fitting = [t for t in range(1, nproc + 1) if nproc % t == 0]
-        advice = f"--tp {' or '.join(map(str, fitting))} without --dp" if nproc % tp else f"--dp {nproc // tp}"
+        product = "--tp" if pp == 1 else "--tp × --pp"
+        advice = f"{product} {' or '.join(map(str, fitting))} without --dp" if nproc % one else f"--dp {nproc // one}"
         raise ConfigError(
             explain(
                 f"{nproc} processes cannot be laid out as {asked}.",
-                [("needs", f"a multiple of {tp} processes" if dp is None else f"{tp * dp} processes"), ("try", advice)],
+                [
+                    ("needs", f"a multiple of {one} processes" if dp is None else f"{one * dp} processes"),
+                    ("try", advice),
+                ],
             )
         )
-    return tp, nproc // tp
+    return tp, nproc // one
 
 
 @dataclass(frozen=True)
@@ -142,6 +166,7 @@ class TrainOptions:
             "--batch": opt.batch,
             "--tp": layout.tp,
             "--dp": layout.dp,
+            "--pp": layout.pp,
             "--eval-tokens": data.eval_tokens,
         }
         problems = [(name, f"{value} is not at least 1") for name, value in whole.items() if value < 1]
@@ -164,6 +189,14 @@ class TrainOptions:
             problems.append(("--precision", f"{layout.precision!r} is not one of {', '.join(PRECISIONS)}"))
         if layout.zero_stage not in ZERO_STAGES:
             problems.append(("--zero-stage", f"{layout.zero_stage} is not one of {', '.join(map(str, ZERO_STAGES))}"))
+        if layout.pp > 1 and layout.zero_stage == 2:
+            problems.append(("--zero-stage", "2 does not go together with --pp; 1 deals the optimizer's states out"))
+        if layout.pp == 1 and layout.pp_style != LayoutOptions.pp_style:
+            problems.append(("--pp-style", f"{layout.pp_style} needs --pp 2 or more"))
+        elif layout.pp > 1 and layout.pp_style not in STYLES:
+            problems.append(("--pp-style", f"{layout.pp_style!r} is not one of {', '.join(STYLES)}"))
+        if layout.microbatches is not None and layout.microbatch_size is not None:
+            problems.append(("--microbatches", "one of it and --microbatch-size is enough: the other follows"))
         return problems or self._misfits()
 
     def _misfits(self) -> list[tuple[str, str]]:
@@ -180,6 +213,10 @@ class TrainOptions:
                     "--microbatch-size",
                     f"{micro} does not divide the {share} sequences of a rank; try {', '.join(map(str, fitting))}",
                 )
+            ]
+        if self.layout.microbatches is not None and not 1 <= self.layout.microbatches <= share:
+            return [
+                ("--microbatches", f"{self.layout.microbatches} for the {share} sequences of a rank; try 1 to {share}")
             ]
         return []
 

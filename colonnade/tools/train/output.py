@@ -22,6 +22,7 @@ WORK = ".colonnade-train"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 CURVE = "loss.png"
+TRACE = "pipeline_trace.json"  # of the last step
 
 
 def check_output(folder: Path, overwrite: bool, sources: tuple[Path, ...] = ()) -> None:

@@ -90,7 +90,7 @@ def prepare(options: TrainOptions, say: Callable[[str], None]) -> Path:
     source = None if options.model.path is None else find_model(options.model.path)
     config = _preset_config(options, None) if source is None else source.config()
     _check_positions(options, config)
-    check_layout(config, options.layout.tp)
+    check_layout(config, options.layout.tp, options.layout.pipeline)
     material = _read(options, source, config, say)
     work = claim_output(folder, options.to_json())
     try:

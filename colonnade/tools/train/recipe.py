@@ -22,7 +22,7 @@ from colonnade.tools.train.corpus import TokenSequences
 from colonnade.tools.train.curve import NO_MATPLOTLIB, can_draw, draw_curve
 from colonnade.tools.train.evaluate import held_out_loss, write_sample
 from colonnade.tools.train.options import OptimizerOptions, TrainOptions
-from colonnade.tools.train.output import CURVE, METRICS, SUMMARY, publish
+from colonnade.tools.train.output import CURVE, METRICS, SUMMARY, TRACE, publish
 from colonnade.tools.train.prepare import HELD_OUT_TOKENS, TOKENIZER, TRAIN_TOKENS, Plan
 from colonnade.tools.train.report import Reporter, StepRecord, summary_lines
 from colonnade.tools.train.source import build_model, quiet_transformers
@@ -73,13 +73,15 @@ def train_on_this_rank(work: Path) -> None:
     with reporter or nullcontext():
         for step in range(1, options.optimizer.steps + 1):
             record = train_step(step, started, batches, booster, model, optimizer, scheduler, options)
+            if step == options.optimizer.steps and model.pipeline is not None:
+                model.pipeline.save_trace(work / TRACE)
             loss = measure() if measures_after(step, options) else None
             if reporter is not None:
                 reporter.step(record, loss)
     seconds = time.perf_counter() - started
 
     prompt = prompt_ids(options, tokenizer, held_out)
-    sample = write_sample(model.unwrap(), tokenizer, prompt, options.output.sample_tokens, options.seed)
+    sample = write_sample(booster, model, tokenizer, prompt, options.output.sample_tokens, options.seed)
     ready = work / "ready"
     booster.save_model(model, ready, shard=True)
     if reporter is not None:
@@ -94,11 +96,14 @@ def make_plugin(options: TrainOptions) -> HybridParallelPlugin:
     layout = options.layout
     return HybridParallelPlugin(
         tp_size=layout.tp,
-        pp_size=1,
+        pp_size=layout.pp,
         zero_stage=layout.zero_stage,
         precision=layout.precision,
         max_norm=options.optimizer.max_norm,
         microbatch_size=layout.microbatch_size,
+        num_microbatches=layout.microbatches,
+        pp_style=layout.pp_style,
+        check_cut=False,  # `prepare` has tried it, before the ranks were started
     )
 
 
@@ -207,6 +212,8 @@ def finish(
         **{key: value for key, value in found.items() if value is not None},
     }
     tokenizer.save_pretrained(ready)
+    if (ready.parent / TRACE).exists():
+        (ready.parent / TRACE).replace(ready / TRACE)
     (ready / SUMMARY).write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     if can_draw():
         before = found["held_out_loss_before"]

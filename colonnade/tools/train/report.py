@@ -126,10 +126,11 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
     ]
     if before is not None:
         lines.append(f"before training  {before:.4f} nats per token held-out loss")
-    layout = f"{layout_in_words(summary['tp'], summary['dp'], summary.get('zero_stage', 0))}, {summary['precision']}"
+    pipeline = summary.get("pp", 1), summary.get("pp_style", "")
+    layout = layout_in_words(summary["tp"], summary["dp"], summary.get("zero_stage", 0), *pipeline)
     speed = f"{summary['steps']} steps, {summary['tokens_per_s']:,.0f} tokens/s"
     lines += [
-        f"layout           {layout}; {summary['parameters']:,} parameters",
+        f"layout           {layout}, {summary['precision']}; {summary['parameters']:,} parameters",
         f"time             {summary['seconds']:.0f} s for {speed}",
         *([f"left out         {left_out} steps in which fp16 gradients overflowed"] if left_out else []),
         "sample           " + summary["sample"].replace("\n", "\n                 "),

@@ -17,6 +17,7 @@ from colonnade.cluster.mesh import Axis
 from colonnade.errors import ConfigError, explain
 from colonnade.shardformer import ShardConfig, ShardFormer
 from colonnade.shardformer.inference import infer_policy
+from colonnade.tools.explain.stages import PipelineChoice, StagePlan
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -128,20 +129,25 @@ def find_model(path: Path) -> ModelFiles:
     )
 
 
-def check_layout(config: PretrainedConfig, tp: int) -> None:
-    """See, without weights or processes, whether the layers of a model can be shared out over `tp` ranks.
+def check_layout(config: PretrainedConfig, tp: int, pipeline: PipelineChoice | None = None) -> None:
+    """See, without weights or processes, whether a model can be cut into stages, and its layers be shared out over `tp` ranks.
 
     Raises:
         ConfigError: when some rank would hold nothing.
-        PolicyError: when no policy is written for the model's family, and none that is inferred passes its check.
+        PolicyError: when no policy is written for the model's family, and none that is inferred passes its check; or when
+            the model, cut, computes something else.
     """
     from transformers import AutoModelForCausalLM
 
-    if tp == 1:
+    if tp == 1 and pipeline is None:
         return
     quiet_inference()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    if pipeline is not None:
+        StagePlan(model, pipeline)
+    if tp == 1:
+        return
     # An axis without a process group: preparing only looks, and whichever rank it is for, the answer is the same.
     axis = Axis("tp", tp, 0, tuple(range(tp)), None)
     ShardFormer(ShardConfig(axis)).prepare(model)

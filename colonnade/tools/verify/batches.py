@@ -9,7 +9,7 @@ import torch
 from colonnade.shardformer.inference.probe import IGNORED, TARGETS, predicts_next, probe_inputs
 
 
-def make_batches(model: Any, dp: int = 1) -> list[dict[str, Any]]:
+def make_batches(model: Any, dp: int = 1, share: int | None = None) -> list[dict[str, Any]]:
     """Two global batches with everything that a model's forward takes, the same at every call.
 
     Where targets are one for each token, the first row has fewer of them than the others, and an encoder only some; and the
@@ -18,8 +18,9 @@ def make_batches(model: Any, dp: int = 1) -> list[dict[str, Any]]:
     Args:
         model: the twin.
         dp: data-parallel ranks, which share out the rows evenly.
+        share: rows of each of them; by default so that there are at least 4, and 2 for each.
     """
-    rows = dp * max(2, -(-4 // dp))
+    rows = dp * (share or max(2, -(-4 // dp)))
     return [_batch(model, rows, seed, padded=seed == 8) for seed in (7, 8)]
 
 

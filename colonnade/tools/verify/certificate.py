@@ -89,7 +89,7 @@ def certificate_text(certificate: dict[str, Any]) -> str:
         "  one process in fp32 is itself off from fp64 by "
         + ", ".join(f"{_number(value)} ({kind})" for kind, value in certificate["rounding_of_one_process"].items()),
         *_exact(certificate),
-        *_places(certificate["places"]),
+        *_places(certificate["places"], certificate["layout"]["pp"]),
     ]
     versions = ", ".join(f"{name} {version}" for name, version in sorted(certificate["versions"].items()))
     verdict = "the same numbers as one process" if same else "NOT the numbers of one process"
@@ -127,7 +127,7 @@ def _traffic(certificate: dict[str, Any]) -> str:
         t["calls"] for t in certificate["traffic_per_step"] if (t["operation"], t["axis"]) == ("all_reduce", "tp")
     )
     expected = certificate["expected_all_reduces"]
-    note = "" if reduced == expected else f" (explain counts {expected} all-reduces over tp)"
+    note = "" if expected is None or reduced == expected else f" (explain counts {expected} all-reduces over tp)"
     return (", ".join(counts) or "nothing") + note
 
 
@@ -144,10 +144,10 @@ def _over_dp(certificate: dict[str, Any]) -> list[str]:
     return [f"  {'':<14} over dp {moved / held:.2f} elements for each of the {held:,} parameters of rank 0"]
 
 
-def _places(places: dict[str, Any] | None) -> list[str]:
+def _places(places: dict[str, Any] | None, pp: int) -> list[str]:
     if places is None:
         return []
-    lines = ["", "  where the runs part:"]
+    lines = ["", "  where the runs part:" if pp == 1 else "  where the runs part, in one micro-batch:"]
     lines.append(f"    first output that differs, in forward order:            {_place(places['forward'])}")
     follows = "" if places["forward"] is None or places["backward"] is None else "  (may follow from the output)"
     lines.append(f"    first output gradient that differs, in backward order:  {_place(places['backward'])}{follows}")

@@ -7,7 +7,7 @@ import math
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,7 +19,7 @@ from colonnade.comm.collectives import all_gather_object
 from colonnade.comm.ledger import ledger
 from colonnade.errors import CheckpointError
 from colonnade.model.twin import twin_model
-from colonnade.testing.exact import compare_in_fp64, why_fp32_is_unsure
+from colonnade.testing.exact import compare_in_fp64, compare_pipeline_in_fp64, why_fp32_is_unsure
 from colonnade.testing.logical import largest
 from colonnade.testing.parity import Tolerance, Training, compare_with_single, rows_of, well_conditioned_adamw
 from colonnade.testing.parity_report import ParityReport
@@ -30,6 +30,7 @@ from colonnade.tools.verify.job import RESULT, SAVED, Job
 from colonnade.tools.verify.places import Places, find_places
 
 MAX_NORM = 1.0
+MICROBATCH = 2  # rows; of a pipeline, whose last micro-batch has one
 Traffic = dict[tuple[str, str], tuple[int, int]]
 
 
@@ -90,7 +91,9 @@ class _Check:
 
     def __init__(self, job: Job) -> None:
         self.job, self.config = job, job.config()
-        self.batches = make_batches(self.model(), job.layout.dp)
+        self.piped = job.layout.pp > 1
+        share = MICROBATCH * job.layout.pp + 1 if self.piped else None
+        self.batches = make_batches(self.model(), job.layout.dp, share)
 
     def model(self) -> Any:
         """The twin, with its experts as plain operations: their grouped product does not exist in fp64."""
@@ -99,15 +102,25 @@ class _Check:
             model.set_experts_implementation("eager")
         return model
 
-    def plugin(self) -> HybridParallelPlugin:
-        """A plugin of the layout, with a policy object of its own."""
-        policy = load_policy(self.job.layout.policy)
+    def plugin(self, microbatches: int | None = None) -> HybridParallelPlugin:
+        """A plugin of the layout, with a policy object of its own; the cut has been tried already where it has to be.
+
+        Args:
+            microbatches: of a pipeline; by default as many as `MICROBATCH` says.
+        """
+        layout = self.job.layout
         return HybridParallelPlugin(
-            tp_size=self.job.layout.tp,
-            zero_stage=self.job.layout.zero_stage,
+            tp_size=layout.tp,
+            pp_size=layout.pp,
+            zero_stage=layout.zero_stage,
             precision="fp32",
             max_norm=MAX_NORM,
-            custom_policy=policy,
+            custom_policy=load_policy(layout.policy),
+            pp_style=layout.pp_style,
+            num_model_chunks=layout.chunks if self.piped else None,
+            microbatch_size=MICROBATCH if self.piped and microbatches is None else None,
+            num_microbatches=microbatches if self.piped else None,
+            check_cut=False,
         )
 
 
@@ -119,15 +132,19 @@ def verify_on_this_rank(job: Job) -> Outcome:
     """
     quiet_transformers()
     check = _Check(job)
-    training = Training(check.model, check.batches, steps=job.steps, max_norm=MAX_NORM)
+    through: Literal["loop", "execute_pipeline"] = "execute_pipeline" if check.piped else "loop"
+    training = Training(check.model, check.batches, steps=job.steps, max_norm=MAX_NORM, through=through)
     report = compare_with_single(training, check.plugin)
     exact = None
     unsure = why_fp32_is_unsure(report, check.model, check.batches[0])
     if job.layout.dp == 1 and unsure:  # with more, fp64 would leave out what data parallelism adds
-        tp = check.plugin().mesh.axis("tp")
-        exact = compare_in_fp64(check.model, check.batches[0], tp, lambda _: load_policy(job.layout.policy))
+        if check.piped:
+            exact = compare_pipeline_in_fp64(check.model, check.batches[0], check.plugin())
+        else:
+            tp = check.plugin().mesh.axis("tp")
+            exact = compare_in_fp64(check.model, check.batches[0], tp, lambda _: load_policy(job.layout.policy))
     same = report.ok or is_exact(exact)
-    places = None if same else find_places(check.model, check.batches[0], check.plugin())
+    places = None if same else find_places(check.model, check.batches[0], check.plugin(microbatches=1))
     traffic, held, saving = _train_and_save(check)
     return Outcome(report, saving, traffic, held, places, exact, unsure)
 
@@ -140,8 +157,12 @@ def _train_and_save(check: _Check) -> tuple[Traffic, int, Saving]:
     model, optimizer, *_ = booster.boost(model, well_conditioned_adamw(model))
     optimizer.check_replicas = False  # the report has said already where they differ
     held = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    share = rows_of(check.batches[0], dp.rank, dp.size)
     with ledger() as book:
-        booster.backward(model(**rows_of(check.batches[0], dp.rank, dp.size)).loss, optimizer)
+        if check.piped:
+            booster.execute_pipeline(iter([share]), model, None, optimizer)
+        else:
+            booster.backward(model(**share).loss, optimizer)
         optimizer.step()
     traffic = {key: (calls, book.elements[key]) for key, calls in sorted(book.calls.items())}
     folder = check.job.folder / SAVED
@@ -149,28 +170,36 @@ def _train_and_save(check: _Check) -> tuple[Traffic, int, Saving]:
         booster.save_model(model, folder)
     except CheckpointError as error:  # raised on every rank, with the same reason
         return traffic, held, Saving(math.inf, Tolerance().loss, f"{type(error).__name__}: {error}")
-    return traffic, held, _compare_loaded(check, model, folder)
+    return traffic, held, _compare_loaded(check, booster, model, folder)
 
 
-def _compare_loaded(check: _Check, model: Any, folder: Path) -> Saving:
+def _compare_loaded(check: _Check, booster: Booster, model: Any, folder: Path) -> Saving:
     world, tolerance = Axis.of(None, "world"), Tolerance().loss
     # a whole batch on every rank, without labels: nothing is averaged
     batch = {k: v for k, v in check.batches[-1].items() if k != "labels"}
     batch = {k: v.to(current_device()) if torch.is_tensor(v) else v for k, v in batch.items()}
     model.eval()
-    with torch.no_grad():
-        ours = model(**batch).logits
+    ours = _logits(check, booster, model, batch)
     error, difference = "", math.inf
     try:
         loaded = type(check.model()).from_pretrained(folder, dtype=torch.float32).to(current_device()).eval()
         with torch.no_grad():
             theirs = loaded(**batch).logits
-        difference = largest(ours - theirs) / max(largest(theirs), 1e-30)
+        difference = 0.0 if ours is None else largest(ours - theirs) / max(largest(theirs), 1e-30)
     except Exception as problem:  # whatever transformers raises, it cannot load what was saved
         error = f"{type(problem).__name__}: {problem}"
     of_ranks = all_gather_object((difference, error), world)
     errors = [text for _, text in of_ranks if text]
     return Saving(max(d for d, _ in of_ranks), tolerance, errors[0] if errors else "")
+
+
+def _logits(check: _Check, booster: Booster, model: Any, batch: dict[str, Any]) -> torch.Tensor | None:
+    """Logits of a whole batch; of a pipeline on the ranks of its last stage only."""
+    with torch.no_grad():
+        if not check.piped:
+            return model(**batch).logits
+        made = booster.execute_pipeline(iter([batch]), model, return_loss=False, return_outputs=True)["outputs"]
+    return None if made is None else made["logits"]
 
 
 def outcome_to_json(outcome: Outcome) -> dict[str, Any]:

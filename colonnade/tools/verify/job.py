@@ -8,10 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from colonnade.booster.plugin.pipeline_options import PipelineOptions
 from colonnade.errors import ConfigError, UsageError, explain
-from colonnade.model.twin import model_class, shrink
+from colonnade.model.twin import model_class
 from colonnade.tools.explain.choice import Choice, load_policy
 from colonnade.tools.explain.explanation import explain_config
+from colonnade.tools.explain.stages import PipelineChoice, shrink_for
 from colonnade.tools.train.options import ZERO_STAGES, layout_in_words
 
 if TYPE_CHECKING:
@@ -28,15 +30,20 @@ class Layout:
         tp, dp: sizes of the axes.
         policy: as `module:Class`; None for the family's own.
         zero_stage: what is dealt out over dp: 1 optimizer states, 2 gradients too, 0 nothing.
+        pp: size of the pipeline; 1 for none.
+        pp_style, chunks: its schedule, and stages on each rank, by default what the schedule works with.
     """
 
     tp: int = 2
     dp: int = 1
     policy: str | None = None
     zero_stage: int = 0
+    pp: int = 1
+    pp_style: str = "1f1b"
+    chunks: int | None = None
 
     def __post_init__(self) -> None:
-        for name, size in (("tp", self.tp), ("dp", self.dp)):
+        for name, size in (("tp", self.tp), ("dp", self.dp), ("pp", self.pp)):
             if size < 1:
                 raise UsageError(f"--{name} {size}: a layout has at least 1 process along each axis.")
         if self.zero_stage not in ZERO_STAGES:
@@ -56,13 +63,32 @@ class Layout:
                 )
             )
 
+        if self.zero_stage == 2 and self.pp > 1:
+            raise UsageError(
+                explain(
+                    f"--zero-stage 2 does not go together with --pp {self.pp}.",
+                    [
+                        ("reason", "a pipeline accumulates the gradients of all micro-batches before they are reduced"),
+                        ("try", "--zero-stage 1"),
+                    ],
+                )
+            )
+        _ = self.pipeline  # refuses what is no schedule
+
     @property
     def ranks(self) -> int:
         """Number of processes."""
-        return self.tp * self.dp
+        return self.tp * self.dp * self.pp
+
+    @property
+    def pipeline(self) -> PipelineChoice | None:
+        """The pipeline; None where there is none."""
+        if self.pp == 1:
+            return None
+        return PipelineChoice(self.pp, PipelineOptions(self.pp_style, self.chunks))
 
     def __str__(self) -> str:
-        return layout_in_words(self.tp, self.dp, self.zero_stage)
+        return layout_in_words(self.tp, self.dp, self.zero_stage, self.pp, self.pp_style)
 
 
 @dataclass(frozen=True)
@@ -75,7 +101,8 @@ class Job:
         model: class of the model.
         source: where the sizes of the model are from.
         parameters: entries of all parameters of the model itself, not of the twin.
-        expected_all_reduces: all-reduces over tp in a step of the twin, as `explain` counts them.
+        expected_all_reduces: all-reduces over tp in a step of the twin, as `explain` counts them; None of a pipeline, where
+            each stage has its own.
         uneven: what of the model itself the ranks get unequal shares of, in words.
         folder: where the twin's configuration lies and the result goes.
     """
@@ -85,7 +112,7 @@ class Job:
     model: str
     source: str
     parameters: int
-    expected_all_reduces: int
+    expected_all_reduces: int | None
     uneven: str
     folder: Path
 
@@ -124,12 +151,13 @@ def prepare(choice: Choice, layout: Layout, steps: int, folder: Path) -> Job:
     kind = model_class(choice.config)
     _check_inputs(kind)
     check = layout.policy is None  # a policy of one's own is tried by the ranks
-    real = explain_config(choice.config, layout.tp, load_policy(layout.policy), check=check)
-    twin = shrink(choice.config, layout.tp)
+    pipeline = layout.pipeline
+    real = explain_config(choice.config, layout.tp, load_policy(layout.policy), check=check, pipeline=pipeline)
+    twin = shrink_for(choice.config, layout.tp, pipeline)
     small = explain_config(twin, layout.tp, load_policy(layout.policy), check=check)
     twin.architectures = [kind.__name__]
     twin.save_pretrained(folder / TWIN)
-    expected = small.calls()["all_reduce"]
+    expected = small.calls()["all_reduce"] if pipeline is None else None
     job = Job(layout, steps, kind.__name__, choice.source, real.tree.total, expected, real.uneven, folder)
     job.write()
     return job

@@ -7,6 +7,9 @@ column-parallel layer is compared with those columns of the whole one that its l
 layout, such as the attention inside its region, is not compared: a fault there shows in the row-parallel layer behind it.
 Of keys and values that several ranks hold the output is compared, its gradient is not: each rank has a share of that.
 
+Of a pipeline each rank compares what its stages call, in one micro-batch; what is called several times, such as blocks that
+share their weights, is left out, as a stage does not know which of the calls it makes.
+
 [Note: what counts as a difference]
 One process in fp32 is compared with itself in fp64 first. A module counts as different where it is off by more than ten
 times of that, and by more than the tolerance.
@@ -14,7 +17,7 @@ times of that, and by more than the tolerance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -65,22 +68,35 @@ class Places:
 
 @dataclass
 class _Records:
-    """Outputs of all modules and their gradients, in the order in which they came about."""
+    """Outputs of all modules and their gradients, in the order in which they came about.
 
+    Args:
+        staged: the model is a stage of a pipeline; what nobody reads there is not-a-numbers, and says nothing.
+    """
+
+    staged: bool = False
     outputs: dict[Key, torch.Tensor] = field(default_factory=dict)
     gradients: dict[Key, torch.Tensor] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
 
-    def watch(self, model: nn.Module) -> None:
-        """Record what the modules of a model put out from now on."""
+    def called_once(self) -> _Records:
+        """Those of modules that are called once."""
+        once = {name for name, calls in self.calls.items() if calls == 1}
+        return _Records(
+            outputs={key: tensor for key, tensor in self.outputs.items() if key[0] in once},
+            gradients={key: tensor for key, tensor in self.gradients.items() if key[0] in once},
+        )
+
+    def watch(self, model: nn.Module, without: Collection[str] = ()) -> None:
+        """Record what the modules of a model put out from now on, all but those named."""
         for name, module in model.named_modules():
-            if name:
+            if name and name not in without:
                 module.register_forward_hook(self._hook(name))
 
     def _hook(self, name: str) -> Callable[..., None]:
         def record(module: nn.Module, args: Any, output: Any) -> None:
             tensor = _tensor_of(output)
-            if tensor is None:
+            if tensor is None or (self.staged and bool(tensor.isnan().all())):
                 return
             key = (name, self.calls.get(name, 0))
             self.calls[name] = key[1] + 1
@@ -106,16 +122,21 @@ def find_places(model_fn: Callable[[], Any], batch: Mapping[str, Any], plugin: A
     Args:
         model_fn: builds the unmodified model.
         batch: a global batch.
-        plugin: a fresh plugin of the layout.
+        plugin: a fresh plugin of the layout, of a pipeline with a single micro-batch.
     """
     one, exact = (_run_single(model_fn(), batch, dtype) for dtype in (torch.float32, torch.float64))
     booster, dp = Booster(plugin=plugin), plugin.mesh.axis("dp")
     plain = model_fn()
     model: Any
     model, optimizer, *_ = booster.boost(plain, torch.optim.SGD(plain.parameters(), lr=0.0))
-    many = _Records()
-    many.watch(model.unwrap())
-    booster.backward(model(**rows_of(dict(batch), dp.rank, dp.size)).loss, optimizer)
+    many = _Records(staged=model.pipeline is not None)
+    many.watch(model.unwrap(), _of_other_stages(model.pipeline))
+    share = rows_of(dict(batch), dp.rank, dp.size)
+    if model.pipeline is None:
+        booster.backward(model(**share).loss, optimizer)
+    else:
+        booster.execute_pipeline(iter([share]), model, None, optimizer)
+        one = one.called_once()
     modules = dict(model.unwrap().named_modules())
     outputs = _differences(many.outputs, one.outputs, exact.outputs, modules, dp)
     # the mean over data-parallel ranks is taken later, of the parameters' gradients
@@ -124,6 +145,14 @@ def find_places(model_fn: Callable[[], Any], batch: Mapping[str, Any], plugin: A
     return Places(
         _first(outputs, modules), _first(gradients, modules), tuple(disagreeing_cuts(model.unwrap())), len(outputs)
     )
+
+
+def _of_other_stages(pipeline: Any) -> set[str]:
+    """The modules that are called on other ranks of a pipeline; hooks hear of them here too."""
+    if pipeline is None:
+        return set()
+    staged = pipeline.runtime.staged
+    return {call.path for call in staged.cut.chain.calls} - staged.cut.paths_of(staged.stages)
 
 
 def _run_single(model: Any, batch: Mapping[str, Any], dtype: torch.dtype) -> _Records:
@@ -141,14 +170,14 @@ def _differences(
     modules: Mapping[str, nn.Module],
     dp: Axis,
     whole_only: bool = False,
-) -> list[tuple[Key, float]]:
-    """In the order of one process: each comparable tensor, and by how much it is off, 0 where that is rounding.
+) -> list[tuple[int, Key, float]]:
+    """Each comparable tensor, its place in the order of one process, and by how much it is off, 0 where that is rounding.
 
     Args:
         whole_only: leave out columns that several ranks hold.
     """
     found = []
-    for key, whole in one.items():
+    for place, (key, whole) in enumerate(one.items()):
         module = modules.get(key[0])
         if key not in many or key not in exact or module is None:
             continue
@@ -158,7 +187,7 @@ def _differences(
         wanted, ours = pair
         rounding = largest(whole - exact[key].float()) / _scale(whole)
         difference = largest(ours - wanted) / _scale(whole)
-        found.append((key, difference if difference > max(TOLERANCE, TIMES_ROUNDING * rounding) else 0.0))
+        found.append((place, key, difference if difference > max(TOLERANCE, TIMES_ROUNDING * rounding) else 0.0))
     return found
 
 
@@ -206,15 +235,15 @@ def _cut(module: Any) -> int:
     return int(isinstance(module, ColumnParallel) != isinstance(module, nn.Linear))
 
 
-def _first(differences: Sequence[tuple[Key, float]], modules: Mapping[str, nn.Module]) -> Place | None:
+def _first(differences: Sequence[tuple[int, Key, float]], modules: Mapping[str, nn.Module]) -> Place | None:
     """The first that differs on any rank; the same answer on every rank."""
     world = Axis.of(None, "world")
-    mine = next(((i, key[0], d) for i, (key, d) in enumerate(differences) if d > 0), None)
+    mine = next(((i, key[0], type(modules[key[0]]).__name__, d) for i, key, d in differences if d > 0), None)
     found = [(place[0], rank, place) for rank, place in enumerate(all_gather_object(mine, world)) if place is not None]
     if not found:
         return None
-    _, rank, (_, name, difference) = min(found, key=lambda item: item[:2])
-    return Place(name, type(modules[name]).__name__, difference, rank)
+    _, rank, (_, name, kind, difference) = min(found, key=lambda item: item[:2])
+    return Place(name, kind, difference, rank)
 
 
 def disagreeing_cuts(model: nn.Module) -> list[str]:
