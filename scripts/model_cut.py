@@ -30,7 +30,7 @@ from colonnade.errors import ColonnadeError
 from colonnade.model.chain import Chain
 from colonnade.model.twin import build
 from colonnade.pipeline.check import difference
-from colonnade.pipeline.cut import blocks_bound, cut_chain
+from colonnade.pipeline.cut import blocks_bound, cut_chain, places_to_cut
 from colonnade.pipeline.partition import partition
 from colonnade.shardformer.inference.chain import chain_of
 from colonnade.shardformer.inference.check import Twin as Trained
@@ -69,7 +69,7 @@ def examine(case: Case) -> Row:
     unchecked = has_policy(twin.model)
     try:
         chain = chain_of(twin.model)
-        places = cuts(chain)
+        places = len(places_to_cut(chain))
         if not places:
             return Row(REFUSED, remark=ALL_TOGETHER)
         wrong = [found for stages in sorted({STAGES, 1 + places}) if (found := compare(twin, chain, stages))]
@@ -92,12 +92,6 @@ def whole(case: Case) -> Any:
         model = build(config)
     model.__class__ = getattr(transformers, case.model)
     return model
-
-
-def cuts(chain: Chain) -> int:
-    """Number of places between blocks where a chain can be cut."""
-    bound = blocks_bound(chain)
-    return sum(not any(a < place <= b for a, b in bound) for place in range(1, len(chain.blocks)))
 
 
 def compare(twin: Trained, chain: Chain, stages: int) -> str:

@@ -72,3 +72,9 @@ def blocks_bound(chain: Chain) -> list[tuple[int, int]]:
     homes = [position[home] for home in chain.homes]
     pairs = {(min(homes[a], homes[b]), max(homes[a], homes[b])) for a, b in chain.bound}
     return sorted(pair for pair in pairs if pair[0] != pair[1])
+
+
+def places_to_cut(chain: Chain) -> list[int]:
+    """Numbers of the blocks before which a stage may begin."""
+    bound = blocks_bound(chain)
+    return [place for place in range(1, len(chain.blocks)) if not any(a < place <= b for a, b in bound)]

@@ -267,7 +267,9 @@ class _Run:
     def _shape(self, leaf: Leaf, args: Any, kwargs: Any) -> tuple[torch.Size, torch.dtype] | None:
         """Shape and format of what a call would return; None where they are not known and nobody reads it."""
         shapes = self.staged.shapes
-        key = (leaf.call, *((t.shape, t.dtype) for t in leaves((args, kwargs)).values()))
+        tensors = ((path, t.shape, t.dtype) for path, t in leaves((args, kwargs)).items())
+        given = [*enumerate(args), *sorted(kwargs.items())]
+        key = (leaf.call, *tensors, *(item for item in given if isinstance(item[1], (bool, int, float, str, type(None)))))
         if key not in shapes:
             try:
                 shapes[key] = self.staged.shapes_of(leaf.call, args, kwargs)
@@ -281,25 +283,6 @@ class _Run:
     def _unaltered(self, leaf: Leaf, tensor: torch.Tensor) -> torch.Tensor:
         """A copy, where the forward will change the tensor in place; each stage does that for itself."""
         return tensor.clone() if leaf in self.cut.chain.altered else tensor
-
-    def _zeros(self, number: int, path: str, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """Zeros of the shape that a call would return; None where that is not known and nobody reads it."""
-        given = list(leaves((args, kwargs)).values())
-        leaf, shapes = Leaf(number, path), self.staged.shapes
-        key = (number, *((t.shape, t.dtype) for t in given))
-        if key not in shapes:
-            try:
-                shapes[key] = self.staged.shapes_of(number, args, kwargs)
-            except PolicyError:
-                if leaf in self.staged.read:
-                    raise
-                return None
-        shape, dtype = shapes[key][path]
-        device = given[0].device if given else next(self.staged.model.parameters()).device
-        kind = self.staged.dtype if dtype.is_floating_point else dtype
-        if leaf in self.cut.chain.altered:
-            return torch.zeros(shape, dtype=kind, device=device)
-        return torch.zeros((), dtype=kind, device=device).expand(shape)
 
     def to_send(self) -> tuple[torch.Tensor, ...]:
         return tuple(self.made[leaf] for leaf in self.wanted)

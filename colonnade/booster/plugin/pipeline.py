@@ -31,7 +31,7 @@ from colonnade.model.adapters import plain_model
 from colonnade.model.layout import layout_of, set_layout
 from colonnade.pipeline.balance import balance
 from colonnade.pipeline.check import difference
-from colonnade.pipeline.cut import Cut, blocks_bound, cut_chain
+from colonnade.pipeline.cut import Cut, cut_chain, places_to_cut
 from colonnade.pipeline.mailbox import DTYPES
 from colonnade.pipeline.runtime import Runtime
 from colonnade.pipeline.schedule import Schedule, make_schedule
@@ -136,6 +136,7 @@ class PipelinePlan:
             group["params"] = [p for p in group["params"] if p in own]
 
 
+TWIN_LAYERS = 4  # of a twin, at least: enough to have layers of each kind on several stages
 _CHECKED: dict[str, str] = {}  # what was found wrong with a cut, by model and number of stages
 
 
@@ -164,15 +165,19 @@ def check_on_twin(model: nn.Module, stages: int, world: Axis) -> None:
 
 
 def _wrong_with_twin(model: nn.Module, stages: int) -> str:
+    """What differs when the twin is cut into so many stages, or as far as it can be, and wherever it can be cut."""
     try:
-        twin = twin_of(model)
+        twin = twin_of(model, layers=TWIN_LAYERS)
         chain = chain_of(twin.model)
-        places = 1 + len(chain.blocks) - 1 - sum(b - a for a, b in blocks_bound(chain))
-        cut = cut_chain(chain, balance(twin.model, chain, max(1, min(stages, places))))
-        with in_double(), torch.enable_grad():
-            return difference(twin.model, cut, twin.inputs, loss_of)
+        most = 1 + len(places_to_cut(chain))
+        for number in sorted({min(stages, most), most}):
+            cut = cut_chain(chain, balance(twin.model, chain, number))
+            with in_double(), torch.enable_grad():
+                if wrong := difference(twin.model, cut, twin.inputs, loss_of):
+                    return wrong
     except Exception as error:  # a model's own code; every rank has to hear of it
         return said(error)
+    return ""
 
 
 def _all_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
