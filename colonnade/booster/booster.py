@@ -127,6 +127,116 @@ class Booster:
         """
         self.plugin.load_model(model, path, strict=strict)
 
+    def save(
+        self,
+        path: str | Path,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: Any = None,
+        dataloader: Any = None,
+        *,
+        step: int = 0,
+        extra: Any = None,
+        keep_last: int | None = None,
+        asynchronous: bool = False,
+    ) -> Path:
+        """Write a training checkpoint, which `load` takes back in any layout. All ranks call it.
+
+        It lies in a folder of its own, `path/step-…`, which is put in place when all of it is on disk. Whenever a job dies,
+        `path/latest` names the last whole one. States of random generators are part of it.
+
+        Args:
+            path: a folder of checkpoints, on a file system that all ranks share.
+            lr_scheduler, dataloader: anything with `state_dict` and `load_state_dict`.
+            step: number of steps made; a checkpoint of the same step is replaced.
+            extra: a dict of your own (numbers, text, tensors, lists and dicts of these), or anything with `state_dict`.
+            keep_last: so many checkpoints are left in the folder, older ones removed; None keeps all.
+            asynchronous: return as soon as tensors are copied to host memory, and write beside the training. Errors are
+                raised by the next `save` or `load`, by `finish_saving`, and end the program with code 1 at its end.
+
+        Returns:
+            The folder of this checkpoint.
+
+        Raises:
+            CheckpointError: on every rank, with the reason of the rank that failed; earlier checkpoints are whole.
+        """
+        return self.plugin.save(
+            path,
+            model,
+            optimizer,
+            lr_scheduler,
+            dataloader,
+            step=step,
+            extra=extra,
+            keep_last=keep_last,
+            asynchronous=asynchronous,
+        )
+
+    def finish_saving(self) -> None:
+        """Wait for a save in the background. All ranks call it.
+
+        Raises:
+            CheckpointError: it failed; earlier checkpoints are whole.
+        """
+        self.plugin.finish_saving()
+
+    def load(
+        self,
+        path: str | Path,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: Any = None,
+        dataloader: Any = None,
+        *,
+        extra: Any = None,
+        strict: bool = True,
+        verify: bool = False,
+    ) -> int:
+        """Go on from a training checkpoint, whatever layout wrote it. All ranks call it.
+
+        Each rank reads the bytes it needs. Learning rates and other options of the optimizer's groups are those saved.
+
+        Args:
+            path: a folder of checkpoints, of which the latest is taken; or the folder of one.
+            extra: a dict, of which the entries become those saved, or anything with `load_state_dict`.
+            strict: raise where the model has tensors that the checkpoint lacks, or the other way round.
+            verify: read every file and compare its check sum before anything is loaded.
+
+        Returns:
+            The step that was given to `save`.
+
+        Raises:
+            CheckpointError: on every rank, naming file and tensor, what was expected and what was found; then nothing has
+                been changed, or the error says that it has.
+        """
+        return self.plugin.load(
+            path, model, optimizer, lr_scheduler, dataloader, extra=extra, strict=strict, verify=verify
+        )
+
+    def save_optimizer(self, optimizer: Optimizer, path: str | Path) -> None:
+        """Write what the optimizer keeps into a folder, for any layout to load. All ranks call it.
+
+        Raises:
+            CheckpointError: on every rank, with the reason of the rank that failed.
+        """
+        self.plugin.save_optimizer(optimizer, path)
+
+    def load_optimizer(self, optimizer: Optimizer, path: str | Path) -> None:
+        """Take back what `save_optimizer`, or `save`, has written. All ranks call it; load the model first.
+
+        Raises:
+            CheckpointError: on every rank, where files are missing or damaged, or of another optimizer or model.
+        """
+        self.plugin.load_optimizer(optimizer, path)
+
+    def save_lr_scheduler(self, lr_scheduler: Any, path: str | Path) -> None:
+        """Write the state of a learning-rate scheduler into a folder. All ranks call it."""
+        self.plugin.save_lr_scheduler(lr_scheduler, path)
+
+    def load_lr_scheduler(self, lr_scheduler: Any, path: str | Path) -> None:
+        """Take back what `save_lr_scheduler`, or `save`, has written. All ranks call it."""
+        self.plugin.load_lr_scheduler(lr_scheduler, path)
+
     def enable_lora(
         self,
         model: nn.Module,

@@ -21,6 +21,14 @@ from colonnade.booster.plugin.dataloader import StatefulDataLoader, make_dataloa
 from colonnade.booster.plugin.generation import generate
 from colonnade.booster.plugin.lora import add_lora, check_lora_model, check_no_adapters
 from colonnade.booster.plugin.microbatch import run_microbatches
+from colonnade.booster.plugin.training_state import (
+    Training,
+    finish_saving,
+    load_part,
+    load_training_state,
+    save_part,
+    save_training_state,
+)
 from colonnade.cluster.mesh import ParallelMesh
 from colonnade.errors import ConfigError, UsageError, explain
 from colonnade.precision.clipping import Clipping
@@ -103,6 +111,34 @@ class Plugin(ABC):
     @abstractmethod
     def load_model(self, model: nn.Module, path: str | Path, **kwargs: Any) -> None:
         """Read such a folder into the model, each rank its own part."""
+
+    @abstractmethod
+    def save(self, path: str | Path, *parts: Any, **kwargs: Any) -> Path:
+        """Write a training checkpoint."""
+
+    @abstractmethod
+    def finish_saving(self) -> None:
+        """Wait for a save in the background."""
+
+    @abstractmethod
+    def load(self, path: str | Path, *parts: Any, **kwargs: Any) -> int:
+        """Take a training checkpoint back."""
+
+    @abstractmethod
+    def save_optimizer(self, optimizer: Optimizer, path: str | Path) -> None:
+        """Write what the optimizer keeps."""
+
+    @abstractmethod
+    def load_optimizer(self, optimizer: Optimizer, path: str | Path) -> None:
+        """Take it back."""
+
+    @abstractmethod
+    def save_lr_scheduler(self, lr_scheduler: Any, path: str | Path) -> None:
+        """Write the state of a scheduler."""
+
+    @abstractmethod
+    def load_lr_scheduler(self, lr_scheduler: Any, path: str | Path) -> None:
+        """Take it back."""
 
     @abstractmethod
     def generate(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -238,6 +274,35 @@ class DPPluginBase(Plugin):
         checkpoint.load_model(boosted.unwrap(), path, self.mesh, **kwargs)
         for optimizer in boosted.optimizers:
             optimizer.stepped.refresh()
+
+    def save(  # type: ignore[override]
+        self, path: str | Path, *parts: Any, extra: Any = None, **kwargs: Any
+    ) -> Path:
+        return save_training_state(self._training(*parts, extra=extra), path, self.mesh, **kwargs)
+
+    def finish_saving(self) -> None:
+        finish_saving(self.mesh)
+
+    def load(self, path: str | Path, *parts: Any, extra: Any = None, **kwargs: Any) -> int:
+        return load_training_state(self._training(*parts, extra=extra), path, self.mesh, **kwargs)
+
+    def _training(
+        self, model: Any, optimizer: Any = None, lr_scheduler: Any = None, dataloader: Any = None, *, extra: Any
+    ) -> Training:
+        stepping = None if optimizer is None else boosted_optimizer(optimizer)
+        return Training(boosted_model(model), stepping, lr_scheduler, dataloader, extra)
+
+    def save_optimizer(self, optimizer: Optimizer, path: str | Path) -> None:
+        save_part(Training(optimizer=boosted_optimizer(optimizer)), path, self.mesh)
+
+    def load_optimizer(self, optimizer: Optimizer, path: str | Path) -> None:
+        load_part(Training(optimizer=boosted_optimizer(optimizer)), path, self.mesh)
+
+    def save_lr_scheduler(self, lr_scheduler: Any, path: str | Path) -> None:
+        save_part(Training(lr_scheduler=lr_scheduler), path, self.mesh)
+
+    def load_lr_scheduler(self, lr_scheduler: Any, path: str | Path) -> None:
+        load_part(Training(lr_scheduler=lr_scheduler), path, self.mesh)
 
     def generate(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return generate(boosted_model(model), self.mesh, *args, **kwargs)

@@ -1,0 +1,255 @@
+"""A training checkpoint is written: each rank a file of its share, then one rank puts the folder in place.
+
+[Note: two halves]
+The first half takes what belongs to this moment, and needs the training to stand still: views of tensors, or for a save in
+the background copies of them. The second half writes, and talks to the other ranks over whatever axis it is given; it can
+go on beside the training if that is one of its own.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from colonnade.checkpoint.agreement import Attempt
+from colonnade.checkpoint.manifest import Announced, Chunk, Key, Manifest, collect
+from colonnade.checkpoint.root import FILES, folder_of, is_checkpoint, remove_old, set_latest
+from colonnade.checkpoint.spread import own_pieces
+from colonnade.checkpoint.staged_folder import StagedFolder, sync
+from colonnade.checkpoint.tensor_file import FileSum, TensorFile, checksum, write_tensors
+from colonnade.checkpoint.training_items import Items, merge_groups, merge_numbers, plain_number
+from colonnade.cluster.mesh import Axis, ParallelMesh
+from colonnade.errors import CheckpointError, explain
+
+WRITER = 0  # global rank
+OBJECTS = "state.pt"
+CONFIG = "model"  # folder with the model's config
+UNCHANGED = ("left", "no trace of this save; what was saved before is unchanged")
+
+
+@dataclass
+class Snapshot:
+    """What a rank writes, as it is at one moment.
+
+    Args:
+        step: the user's count of steps.
+        tensors: this rank's share, by the key in its file.
+        chunks: for each of them, which tensor it is a part of, that one's shape, and where it begins in it.
+        items: names and numbers.
+        objects: Python objects of the checkpoint, the same on every rank.
+        own: Python objects of this rank.
+        parts: what the checkpoint holds.
+        about: how it was made.
+        write_config: writes the model's config into a folder, so that the weights can be exported without the program.
+    """
+
+    step: int
+    tensors: dict[str, torch.Tensor]
+    chunks: dict[str, tuple[Key, tuple[int, ...], tuple[int, ...]]]
+    items: Items
+    objects: dict[str, Any]
+    own: dict[str, Any]
+    parts: tuple[str, ...]
+    about: dict[str, Any] = field(default_factory=dict)
+    write_config: Callable[[Path], None] | None = None
+
+    def copy(self) -> Snapshot:
+        """Put the tensors into memory of their own, on the host, so that training can go on."""
+        self.tensors = {key: tensor.to("cpu", copy=True) for key, tensor in self.tensors.items()}
+        self.objects, self.own = _copied(self.objects), _copied(self.own)
+        return self
+
+
+def take_snapshot(
+    items: Items,
+    mesh: ParallelMesh,
+    stages: Mapping[Key, Sequence[int]],
+    step: int,
+    objects: dict[str, Any],
+    own: dict[str, Any],
+    parts: tuple[str, ...],
+) -> Snapshot:
+    """Choose what this rank writes.
+
+    Args:
+        stages: which ranks of "pp" hold each tensor; empty without a pipeline.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    chunks = {}
+    for key, shards in items.shards.items():
+        for offset, tensor in own_pieces(key, shards, mesh, stages.get(key, (0,))):
+            where = ",".join(map(str, offset))
+            text = f"{key.part}/{key.name}" + (f"/{key.state}" if key.state else "") + f"@{where}"
+            tensors[text], chunks[text] = tensor.detach(), (key, shards[0].shape, offset)
+    about = {
+        "layout": repr(mesh),
+        "ranks": mesh.world_size,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    return Snapshot(step, tensors, chunks, items, objects, own, parts, about)
+
+
+def _copied(objects: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(objects, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)  # written a moment ago by this process
+
+
+def save_training(
+    snapshot: Snapshot, path: str | os.PathLike[str], world: Axis, *, keep_last: int | None, in_root: bool = True
+) -> Path:
+    """Write a snapshot and commit it. All ranks call it, with their own.
+
+    Args:
+        path: a folder of checkpoints; or, if not `in_root`, the folder of this one.
+        world: all ranks; what is exchanged goes over it.
+        keep_last: so many checkpoints are left in the folder; None for all.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        CheckpointError: on every rank, where one fails; what was saved before is whole and unchanged.
+    """
+    root = Path(os.path.realpath(path))
+    target = folder_of(root, snapshot.step) if in_root else root
+    folder = StagedFolder(target, is_checkpoint, FILES)
+    attempt = Attempt(world, f"the training state was not saved to {os.fspath(path)}.", (UNCHANGED,))
+    try:
+        staging = _open(folder, attempt, world, root if in_root else None)
+        name = f"rank-{world.rank:05d}-of-{world.size:05d}.safetensors"
+        found = None
+        with attempt:
+            found = _write_own(snapshot, staging / name)
+        numbers = {of: {k: plain_number(v) for k, v in each.items()} for of, each in snapshot.items.numbers.items()}
+        items = snapshot.items
+        told = attempt_agree(attempt, folder, (name, found, numbers, items.groups, items.names, snapshot.own))
+        with attempt:
+            if world.rank == WRITER:
+                _finish(snapshot, staging, told)
+                folder.commit()
+                if in_root:
+                    set_latest(root, target)
+                    remove_old(root, keep_last, target)
+        attempt_agree(attempt, folder, None)
+    finally:
+        folder.discard()
+    return target
+
+
+def attempt_agree(attempt: Attempt, folder: StagedFolder, value: Any) -> list[Any]:
+    """Exchange status; whoever hears of a failure finds no trace of it."""
+    if attempt.error is not None:
+        folder.discard()
+    return attempt.agree(value)
+
+
+def _open(folder: StagedFolder, attempt: Attempt, world: Axis, root: Path | None) -> Path:
+    """The folder to write into, made by one rank and known to all."""
+    with attempt:
+        if world.rank == WRITER:
+            if root is not None:
+                _check_root(root)
+            folder.open()
+    staging: Path = attempt_agree(attempt, folder, folder.staging if world.rank == WRITER else None)[WRITER]
+    with attempt:
+        if not staging.is_dir():
+            raise CheckpointError(
+                explain(
+                    f"{staging.parent} is not the same folder on this machine as on the first rank's.",
+                    [("needs", "a file system that all machines share")],
+                )
+            )
+    return staging
+
+
+def _check_root(root: Path) -> None:
+    """Refuse a folder that is something else."""
+    if is_checkpoint(root):
+        raise CheckpointError(
+            explain(f"{root} is itself a checkpoint of one step.", [("try", f"the folder it lies in: {root.parent}")])
+        )
+    if root.exists() and not root.is_dir():
+        raise CheckpointError(explain(f"{root} is a file.", [("needs", "a folder, or a path that does not exist yet")]))
+
+
+def _write_own(snapshot: Snapshot, file: Path) -> FileSum:
+    chunks = {text: [key, shape, offset] for text, (key, shape, offset) in snapshot.chunks.items()}
+    return write_tensors(snapshot.tensors, file, {"chunks": json.dumps(chunks, separators=(",", ":"))})
+
+
+def _finish(snapshot: Snapshot, staging: Path, told: list[Any]) -> None:
+    """Write what there is once: the manifest, and Python objects."""
+    files, numbers, groups, names, own = zip(*[(t[:2], *t[2:]) for t in told])
+    announced: list[Announced] = []
+    for name, _ in files:
+        with TensorFile(staging / name) as opened:
+            announced += _announced(opened, name)
+    objects = dict(snapshot.objects)
+    if "optimizer" in snapshot.parts:
+        objects["numbers"] = merge_numbers(numbers)
+        objects["groups"] = [(group.options, group.names) for group in merge_groups(groups)]
+    objects["own"] = list(own)
+    sums = dict(files) | {OBJECTS: _write_objects(objects, staging / OBJECTS)}
+    if snapshot.write_config is not None:
+        (staging / CONFIG).mkdir()
+        snapshot.write_config(staging / CONFIG)
+    all_names = {first: of for each in names for first, of in each.items()}
+    Manifest(snapshot.step, collect(announced), all_names, sums, snapshot.parts, snapshot.about).write(staging)
+
+
+def _announced(opened: TensorFile, name: str) -> list[Announced]:
+    found = []
+    for text, (key, shape, offset) in json.loads(opened.about["chunks"]).items():
+        entry = opened.entries[text]
+        found.append(Announced(Key(*key), tuple(shape), entry.dtype, Chunk(name, text, tuple(offset), entry.shape)))
+    return found
+
+
+def _write_objects(objects: Mapping[str, Any], file: Path) -> FileSum:
+    """Python objects, as torch writes them, if they can be read again without running code from the file.
+
+    Raises:
+        CheckpointError: naming what cannot.
+    """
+    for name, value in objects.items():
+        check_plain(name, value)
+    torch.save(dict(objects), file)
+    sync(file)
+    return checksum(file)
+
+
+def check_plain(name: str, value: Any) -> None:
+    """Refuse what could not be loaded again.
+
+    Raises:
+        CheckpointError: it is made of more than numbers, text, tensors, and lists and dicts of these.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:  # pickle raises many kinds
+        raise CheckpointError(
+            explain(
+                f"the state of {name} cannot be saved.",
+                [
+                    ("reason", f"{type(error).__name__}: {str(error).splitlines()[0]}"),
+                    (
+                        "rule",
+                        "it is made of numbers, text, tensors, and lists and dicts of these: a checkpoint runs no code",
+                    ),
+                ],
+            )
+        ) from error
