@@ -30,15 +30,21 @@ class Target(NamedTuple):
     bound: float
 
 
-def measure(steps: dict[str, Step], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
+def measure(
+    steps: dict[str, Step], rounds: int, warmup: int = 2, between: Step = lambda: None
+) -> dict[str, list[float]]:
     """Seconds of each step in each round, from a barrier to the next, as rank 0 sees them.
 
     A round runs each once, in alternating order.
+
+    Args:
+        between: called after each step, and not timed.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(warmup):
         for step in steps.values():
             step()
+            between()
     for index in range(rounds):
         for name in list(steps) if index % 2 == 0 else list(steps)[::-1]:
             dist.barrier()
@@ -46,6 +52,7 @@ def measure(steps: dict[str, Step], rounds: int, warmup: int = 2) -> dict[str, l
             steps[name]()
             dist.barrier()
             times[name].append(time.perf_counter() - start)
+            between()
     return times
 
 

@@ -40,6 +40,9 @@ LAYOUTS: dict[str, tuple[int, Any, dict[str, Any]]] = {
     "ZeRO-2 dp 2": (2, LowLevelZeroPlugin, {"stage": 2}),
     "FSDP dp 2": (2, TorchFSDPPlugin, {}),
     "tp 2 × dp 2, ZeRO-1": (4, HybridParallelPlugin, {"tp_size": 2, "zero_stage": 1}),
+    "pp 2": (2, HybridParallelPlugin, {"pp_size": 2, "num_microbatches": 3}),
+    "pp 2 × dp 2, ZeRO-1": (4, HybridParallelPlugin, {"pp_size": 2, "zero_stage": 1, "pp_style": "zbh1"}),
+    "tp 2 × pp 2": (4, HybridParallelPlugin, {"tp_size": 2, "pp_size": 2}),
 }
 KINDS = ("loss", "gradient norm", "gradients", "weights")
 VOCABULARY = 67  # not divisible by 2
@@ -53,6 +56,7 @@ class Proof:
     Args:
         worst: by kind, the largest relative difference from one process.
         all_reduces: over the tp axis in one step.
+        sends: tensors that the first stage of a pipeline sends in one step.
         over_dp: elements moved over the dp axis in one step, for each parameter of a rank; an all-reduce moves each twice.
         blocks: number L of the model's blocks.
         head_norm_weights: weights inside the sharded region that every rank holds whole; each is summed by itself.
@@ -63,6 +67,7 @@ class Proof:
     layout: str
     worst: dict[str, float]
     all_reduces: int
+    sends: int
     over_dp: float
     blocks: int
     head_norm_weights: int
@@ -89,7 +94,8 @@ def prove_on_this_rank(family: str, name: str, layout: str) -> Proof:
         _, plugin_class, options = LAYOUTS[layout]
         return plugin_class(**options, precision="fp32", max_norm=MAX_NORM)
 
-    report = assert_same_as_single(model_fn, batches(), plugin_fn, steps=STEPS, max_norm=MAX_NORM)
+    through: Any = "execute_pipeline" if "pp" in layout else "loop"
+    report = assert_same_as_single(model_fn, batches(), plugin_fn, steps=STEPS, max_norm=MAX_NORM, through=through)
     model, booster = model_fn(), Booster(plugin=plugin_fn())
     policy = find_policy(model)
     assert policy.spine is not None
@@ -98,15 +104,18 @@ def prove_on_this_rank(family: str, name: str, layout: str) -> Proof:
     boosted, optimizer, *_ = booster.boost(model, well_conditioned_adamw(model))
     held = sum(p.numel() for p in boosted.parameters())
     batch = {key: value[:2] for key, value in batches()[0].items()}
-    with colonnade.ledger() as ledger:
-        booster.backward(boosted(**batch).loss, optimizer)
-        optimizer.step()
+    for _ in range(2):  # the first batch also tells shapes
+        with colonnade.ledger() as ledger:
+            booster.execute_pipeline(iter([batch]), boosted, None, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
     return Proof(
         family=family,
         model_class=model_class,
         layout=layout,
         worst={kind: report[kind].worst for kind in KINDS},
         all_reduces=ledger.calls["all_reduce", "tp"],
+        sends=ledger.calls["send", "pp"],
         over_dp=moved_over_dp(ledger) / held,
         blocks=blocks,
         head_norm_weights=sum("tp" in layout_of(p).partial_axes for p in boosted.parameters()),
@@ -162,13 +171,19 @@ def layout_table(proofs: list[Proof]) -> str:
         for p in proofs
     ]
     kinds = ["loss", "gradient norm", "gradients", f"weights, {STEPS} steps"]
-    heads = ["family", "layout", *kinds, "all-reduces a step", "moved over dp"]
-    moved = "“Moved over dp”: elements a step for each parameter of a rank, padding and the loss included."
+    heads = ["family", "layout", *kinds, "messages a step", "moved over dp"]
+    moved = (
+        "Messages: all-reduces over tp, and what the first stage of a pipeline sends, one tensor for each micro-batch (and, "
+        "where embedding and head are tied, its weights). “Moved over dp”: elements a step for each parameter of a rank, "
+        "padding and the loss included."
+    )
     return f"{table(heads, rows)}\n\n{caption()} {moved}"
 
 
 def traffic(proof: Proof) -> str:
     """The all-reduces counted, against 4L + 2 and one for each weight of a head norm."""
+    if proof.sends:
+        return f"{proof.sends} sends" + (f", {proof.all_reduces} on tp" if proof.all_reduces else "")
     if proof.all_reduces == 0:
         return "0 on tp"
     extra = proof.head_norm_weights

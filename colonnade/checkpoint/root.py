@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 
 from colonnade.checkpoint.manifest import MANIFEST
-from colonnade.checkpoint.staged_folder import locate, sync
+from colonnade.checkpoint.staged_folder import is_being_written, locate, sync
 from colonnade.errors import CheckpointError, explain
 
 LATEST = "latest"
@@ -93,12 +93,19 @@ def set_latest(root: Path, folder: Path) -> None:
     sync(root)
 
 
-def remove_old(root: Path, keep_last: int | None, latest: Path) -> None:
-    """Remove all but the last checkpoints, and what earlier removals and saves that died have left."""
-    for entry in sorted(root.glob(".step-*.removed-*")):
+def clear(root: Path) -> None:
+    """Remove what saves and removals that died have left."""
+    for entry in root.glob(".step-*.removed-*"):
         shutil.rmtree(entry, ignore_errors=True)
+    for entry in root.glob(".step-*.saving-*"):
+        if not is_being_written(entry):
+            shutil.rmtree(entry, ignore_errors=True)
     for entry in root.glob(f".{LATEST}.*"):
         entry.unlink(missing_ok=True)
+
+
+def remove_old(root: Path, keep_last: int | None, latest: Path) -> None:
+    """Remove all but the last checkpoints."""
     if keep_last is None:
         return
     older = [folder for folder in steps_in(root).values() if folder != latest]

@@ -52,7 +52,7 @@ class StagedFolder:
         os.makedirs(self.target.parent, exist_ok=True)
         self._complete_interrupted_commit()
         for leftover in _unfinished(self.target):
-            if not _is_being_written(leftover):
+            if not is_being_written(leftover):
                 shutil.rmtree(leftover)
         self.staging.mkdir()
         return self.staging
@@ -192,7 +192,7 @@ def _sibling(target: Path, suffix: str) -> Path:
     return target.with_name(f".{target.name}.{suffix}")
 
 
-def _is_being_written(staging: Path) -> bool:
+def is_being_written(staging: Path) -> bool:
     """Whether the process named in a staging folder's name is another one that runs on this machine."""
     match = re.search(r"\.saving-(.+)-(\d+)-[0-9a-f]{8}$", staging.name)
     if match is None or match[1] != socket.gethostname() or int(match[2]) == os.getpid():

@@ -21,7 +21,7 @@ import torch
 
 from colonnade.checkpoint.agreement import Attempt
 from colonnade.checkpoint.manifest import Announced, Chunk, Key, Manifest, collect
-from colonnade.checkpoint.root import FILES, folder_of, is_checkpoint, remove_old, set_latest
+from colonnade.checkpoint.root import FILES, clear, folder_of, is_checkpoint, remove_old, set_latest
 from colonnade.checkpoint.spread import own_pieces
 from colonnade.checkpoint.staged_folder import StagedFolder, sync
 from colonnade.checkpoint.tensor_file import FileSum, TensorFile, checksum, write_tensors
@@ -160,6 +160,7 @@ def _open(folder: StagedFolder, attempt: Attempt, world: Axis, root: Path | None
         if world.rank == WRITER:
             if root is not None:
                 _check_root(root)
+                clear(root)
             folder.open()
     staging: Path = attempt_agree(attempt, folder, folder.staging if world.rank == WRITER else None)[WRITER]
     with attempt:

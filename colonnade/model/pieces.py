@@ -70,7 +70,7 @@ def _overlap(part: torch.Tensor, corner: Sequence[int], extent: Sequence[int], b
     last = [min(a + n, b + m) for a, n, b, m in zip(corner, extent, box.local, box.extent)]
     if all(a < b for a, b in zip(first, last)):
         here = tuple(slice(a - c, b - c) for a, b, c in zip(first, last, corner))
-        yield Piece(tuple(a - l + g for a, l, g in zip(first, box.local, box.logical)), part[here])
+        yield Piece(tuple(a - c + g for a, c, g in zip(first, box.local, box.logical)), part[here])
 
 
 def rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
