@@ -1,7 +1,8 @@
 """ZeRO on two processes, interrupted and gone on with: colonnade run --nproc-per-node 2 examples/zero_and_resume.py 20
 
-Makes so many steps (20 without the argument) and writes model, optimizer, learning rate and place in the data to the folder
-`state`. The same command then goes on at the very row. The text is the program's own.
+Makes so many steps (20 without the argument) and writes a checkpoint of model, optimizer, learning rate and place in the data
+to the folder `state`. The same command then goes on at the very row, and so it does on another number of processes, or with
+another plugin. The text is the program's own.
 """
 
 import sys
@@ -31,15 +32,7 @@ booster = Booster(plugin=plugin)
 loader = plugin.prepare_dataloader(rows, batch_size=4, shuffle=True, seed=1024)
 model, optimizer, _, loader, scheduler = booster.boost(model, optimizer, None, loader, scheduler)
 
-step = 0
-if STATE.is_dir():
-    booster.load_model(model, STATE / "model")
-    optimizer.load_state_dict(torch.load(STATE / f"optimizer-{rank}.pt"))  # this process's share
-    rest = torch.load(STATE / "rest.pt")
-    loader.load_state_dict(rest["loader"])
-    scheduler.load_state_dict(rest["scheduler"])
-    step = rest["step"]
-
+step = booster.load(STATE, model, optimizer, scheduler, loader) if STATE.is_dir() else 0
 stop = step + STEPS
 while step < stop:
     for batch in loader:  # begins where the loader stands
@@ -54,8 +47,4 @@ while step < stop:
         if step == stop:
             break
 
-booster.save_model(model, STATE / "model")  # makes the folder, too
-torch.save(optimizer.state_dict(), STATE / f"optimizer-{rank}.pt")
-if rank == 0:
-    rest = {"step": step, "loader": loader.state_dict(), "scheduler": scheduler.state_dict()}
-    torch.save(rest, STATE / "rest.pt")
+booster.save(STATE, model, optimizer, scheduler, loader, step=step, keep_last=2)

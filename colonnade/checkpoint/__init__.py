@@ -14,5 +14,15 @@ from colonnade.checkpoint.adapter_save import adapter_folder, save_adapters
 from colonnade.checkpoint.agreement import Attempt, agree
 from colonnade.checkpoint.hub_load import LoadReport, load_model
 from colonnade.checkpoint.hub_save import save_model
+from colonnade.checkpoint.model_tensors import named_tensors
 
-__all__ = ["Attempt", "LoadReport", "adapter_folder", "agree", "load_model", "save_adapters", "save_model"]
+__all__ = [
+    "Attempt",
+    "LoadReport",
+    "adapter_folder",
+    "agree",
+    "load_model",
+    "named_tensors",
+    "save_adapters",
+    "save_model",
+]

@@ -83,7 +83,7 @@ def _add_optimizer(items: Items, optimizer: ParallelOptimizer) -> None:
 
 
 def _add_model(items: Items, model: nn.Module, optimizer: ParallelOptimizer | None, mesh: ParallelMesh) -> None:
-    elsewhere: set[torch.Tensor] = set() if optimizer is None else optimizer.kept_elsewhere()
+    elsewhere = set[torch.Tensor]() if optimizer is None else {*optimizer.kept_elsewhere()}
     for names, tensor in named_tensors(model):
         items.names[names[0]] = names
         if tensor in elsewhere:

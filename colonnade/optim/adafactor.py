@@ -34,6 +34,8 @@ class Adafactor(WholeParameterOptimizer):
         ConfigError: an option is out of range.
     """
 
+    statistics = {"row_var": -1, "col_var": -2}
+
     def __init__(
         self,
         params: ParamsT,

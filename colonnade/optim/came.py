@@ -36,6 +36,13 @@ class CAME(WholeParameterOptimizer):
         ConfigError: an option is out of range.
     """
 
+    statistics = {
+        "exp_avg_sq_row": -1,
+        "exp_avg_sq_col": -2,
+        "exp_avg_res_row": -1,
+        "exp_avg_res_col": -2,
+    }
+
     def __init__(
         self,
         params: ParamsT,

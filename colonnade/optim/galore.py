@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.optim.optimizer import ParamsT
 from colonnade.errors import ConfigError, explain
 from colonnade.model.layout import TensorLayout
 from colonnade.optim.adam import adam_direction, adamw_update
-from colonnade.optim.placement import Part, Partial, add_up, fit, widened
+from colonnade.optim.placement import Part, Partial, Placement, add_up, fit, widened
 from colonnade.optim.whole_parameter import Item, WholeParameterOptimizer, check_options
 
 PROJ_TYPES = ("std", "reverse_std", "left", "right", "full")
@@ -104,6 +105,20 @@ class GaLoreAdamW(WholeParameterOptimizer):
             if group["weight_decay"]:
                 item.value.mul_(1 - group["lr"] * group["weight_decay"])
             item.value.add_(_project_back(item, direction), alpha=-group["lr"] * group["scale"])
+
+    def keeps_reduced(self, group: Mapping[str, Any], key: str) -> bool:
+        return "rank" in group and key != "step"
+
+    def _layout_of(
+        self, tensor: torch.Tensor, placement: Placement, group: Mapping[str, Any], key: str
+    ) -> TensorLayout:
+        item = Item(tensor, tensor, {}, dict(group), placement)
+        left, right = _sides(item)
+        if key == "projection_left" or (key != "projection_right" and right and not left):
+            return _left_layout(item)
+        if key == "projection_right" or not right:
+            return _right_layout(item)
+        return TensorLayout.whole((_rank(item), _rank(item)))  # moments, projected from both sides
 
     def _project_anew(self, items: list[Item]) -> None:
         """Take the singular vectors of the present gradients."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -78,6 +78,7 @@ class WholeParameterOptimizer(Optimizer):
     """
 
     elementwise = False
+    statistics: Mapping[str, int] = {}  # state that is reduced along a dim: its key, and the dim as a negative number
     batch_elements = 1 << 26  # logical entries updated together: bounds the memory for updates that wait for a sum
     mesh: ParallelMesh | None = None
     _placements: WeakTensorKeyDictionary | None = None
@@ -120,6 +121,24 @@ class WholeParameterOptimizer(Optimizer):
                 loaded = self.state[param].get(name)
                 if isinstance(loaded, torch.Tensor) and loaded.dtype != value.dtype:
                     self.state[param][name] = value.to(loaded.device, copy=True)
+
+    def keeps_reduced(self, group: Mapping[str, Any], key: str) -> bool:
+        """Whether a state has fewer entries than its parameter; then a whole one is cut when it is next used."""
+        return key in self.statistics
+
+    def state_layout(self, tensor: torch.Tensor, group: Mapping[str, Any], key: str) -> TensorLayout | None:
+        """How such a state lies in the logical one; None where nothing has been cut yet, and it is whole.
+
+        Args:
+            tensor: the parameter, or what stands for it.
+        """
+        placement = None if self._placements is None else self._placements.get(tensor)
+        return None if placement is None else self._layout_of(tensor, placement, group, key)
+
+    def _layout_of(
+        self, tensor: torch.Tensor, placement: Placement, group: Mapping[str, Any], key: str
+    ) -> TensorLayout:
+        return placement.statistic(self.statistics[key])
 
     def on_whole(
         self,

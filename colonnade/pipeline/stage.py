@@ -269,7 +269,11 @@ class _Run:
         shapes = self.staged.shapes
         tensors = ((path, t.shape, t.dtype) for path, t in leaves((args, kwargs)).items())
         given = [*enumerate(args), *sorted(kwargs.items())]
-        key = (leaf.call, *tensors, *(item for item in given if isinstance(item[1], (bool, int, float, str, type(None)))))
+        key = (
+            leaf.call,
+            *tensors,
+            *(item for item in given if isinstance(item[1], (bool, int, float, str, type(None)))),
+        )
         if key not in shapes:
             try:
                 shapes[key] = self.staged.shapes_of(leaf.call, args, kwargs)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from colonnade.cluster.mesh import ParallelMesh
 from colonnade.model.layout import layout_of, set_layout
+from colonnade.precision.state import ParameterState
 from colonnade.precision.stepped import Stepped, in_place_of_groups, move_state
 
 
@@ -41,6 +42,14 @@ class MasterWeights(Stepped):
     def refresh(self) -> None:
         for param, master in self.master.items():
             master.data.copy_(param.data)
+
+    def copied(self) -> set[nn.Parameter]:
+        return set(self.master)
+
+    def states(self) -> list[ParameterState]:
+        for param, master in self.master.items():
+            self._follow(param, master)
+        return super().states()
 
     def _follow(self, param: nn.Parameter, master: nn.Parameter) -> None:
         """Take over entries that something else has written into the model since the last step."""

@@ -18,6 +18,7 @@ from colonnade.model.layout import has_layout, layout_of, local_of
 from colonnade.precision.clipping import Clipping
 from colonnade.precision.grad_norm import gradient_norm
 from colonnade.precision.loss_scale import DynamicLossScale
+from colonnade.precision.state import ParameterState, SavedState
 from colonnade.precision.stepped import OwnParameters, Stepped
 
 
@@ -56,6 +57,10 @@ class Copies(Protocol):
     def forget(self) -> None:
         """Drop the gradients of copies."""
 
+    @property
+    def copies(self) -> set[nn.Parameter]:
+        """Parameters that another stage steps on."""
+
 
 class ParallelOptimizer(Optimizer):
     """Wraps the user's optimizer; parameters and groups stay the user's own objects.
@@ -71,6 +76,7 @@ class ParallelOptimizer(Optimizer):
         reducer: averages gradients over data-parallel ranks; None where something else does.
         covered: says which parameters that something else averages.
         copies: parameters that several pipeline stages hold; None where there are none.
+        names: of each parameter of the model, the keys of its state dict.
         check_replicas: `step` raises where ranks hold different gradients for what they all hold.
     """
 
@@ -87,6 +93,7 @@ class ParallelOptimizer(Optimizer):
         self.reducer: Reducer | None = None
         self.covered: Callable[[nn.Parameter], bool] | None = None
         self.copies: Copies | None = None
+        self.names: dict[nn.Parameter, tuple[str, ...]] = {}
         self.check_replicas = True
         self.stepped = stepped or OwnParameters(inner, mesh)
         self.loss_scaler = loss_scale
@@ -233,6 +240,18 @@ class ParallelOptimizer(Optimizer):
             self.copies.forget()
         self.stepped.zero_grad(set_to_none)
         self._scaled = self._apart = False
+
+    def states(self) -> list[ParameterState]:
+        """What the wrapped optimizer keeps for each parameter, in terms of the logical one; see `Stepped.states`."""
+        return self.stepped.states()
+
+    def restore(self, saved: Callable[[nn.Parameter], SavedState | None]) -> list[ParameterState]:
+        """Make memory for states that were saved in any layout; see `Stepped.restore`."""
+        return self.stepped.restore(saved)
+
+    def kept_elsewhere(self) -> set[nn.Parameter]:
+        """The model's parameters of which something knows the value better: a float32 copy, or another stage."""
+        return self.stepped.copied() | (set() if self.copies is None else self.copies.copies)
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state: this rank's share; with fp16 the loss scale's too."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from colonnade.cluster.mesh import ParallelMesh
 from colonnade.errors import UsageError
 from colonnade.precision.grad_norm import GradientParts, gradient_parts
+from colonnade.precision.state import ParameterState, SavedState, Shard, new_state, state_of, whole_shard
 
 
 class Stepped(ABC):
@@ -66,6 +67,54 @@ class Stepped(ABC):
         raise UsageError(
             "this state of an optimizer was taken under ZeRO, which steps on other tensors; load it there."
         )
+
+    def copied(self) -> set[nn.Parameter]:
+        """The model's parameters of which this optimizer, on some rank, steps on a copy that knows them better."""
+        return set()
+
+    def states(self) -> list[ParameterState]:
+        """What the optimizer keeps for each parameter of which this rank steps on anything, to be saved.
+
+        Raises:
+            CheckpointError: it is not known how a part of it lies over ranks.
+        """
+        copied, found = self.copied(), []
+        with self._pairs() as pairs:
+            for group, param, tensor in pairs:
+                tensors, numbers = state_of(self.optimizer, group, param, tensor, self.mesh)
+                master = whole_shard(param, tensor, self.mesh) if param in copied else None
+                if tensors or numbers or master is not None:
+                    found.append(ParameterState(param, tensors, numbers, master))
+        return found
+
+    def restore(self, saved: Callable[[nn.Parameter], SavedState | None]) -> list[ParameterState]:
+        """Forget what the optimizer keeps, and make memory for what was saved.
+
+        Args:
+            saved: what there is for one of the model's parameters; None for nothing.
+
+        Returns:
+            What is to be filled with values, and copies of weights, whatever was saved for them.
+        """
+        copied, found = self.copied(), []
+        with self._pairs() as pairs:
+            for group, param, tensor in pairs:
+                self.optimizer.state.pop(tensor, None)
+                there, targets = saved(param), dict[str, Shard]()
+                if there is not None:
+                    self.optimizer.state[tensor], targets = new_state(self.optimizer, group, param, tensor, there)
+                found.append(
+                    ParameterState(param, targets, {}, whole_shard(param, tensor) if param in copied else None)
+                )
+        return found
+
+    @contextmanager
+    def _pairs(self) -> Iterator[list[tuple[dict[str, Any], nn.Parameter, nn.Parameter]]]:
+        """(group, the model's parameter, what is stepped on); inside the block groups and state are the latter's."""
+        own = self.tensors()
+        with self.swapped():
+            groups = [group for group in self.optimizer.param_groups for _ in group["params"]]
+            yield list(zip(groups, own, self.tensors()))
 
     @abstractmethod
     def refresh(self) -> None:

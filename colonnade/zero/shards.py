@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,13 +19,14 @@ from colonnade.errors import UsageError, explain
 from colonnade.model.layout import layout_of
 from colonnade.precision.grad_norm import Axes, GradientParts
 from colonnade.precision.optimizer import steps_on_any_part
+from colonnade.precision.state import ParameterState, SavedState, State
 from colonnade.precision.stepped import Stepped, in_place_of_groups
 from colonnade.zero.bucket import ShardBucket
 from colonnade.zero.options import ZeroOptions
 from colonnade.zero.plan import plan_storages
 from colonnade.zero.reducer import ShardReducer
 from colonnade.zero.storage import Piece, Storage
-from colonnade.zero.units import State, Unit, joined_state, state_kind
+from colonnade.zero.units import Unit, joined_state, state_kind
 
 Values = dict[nn.Parameter, torch.Tensor]
 
@@ -163,6 +165,35 @@ class FlatShards(Stepped):
             finally:
                 for unit in self._all_units():
                     unit.tensor.grad = None
+
+    def copied(self) -> set[nn.Parameter]:
+        return {place.param for s in self.storages for place in s.plan.places} if self.copies else set()
+
+    def states(self) -> list[ParameterState]:
+        found = []
+        for group, unit in self._with_groups():
+            if self.copies:
+                self._follow(unit)
+            found += unit.states(self.optimizer, group, self.mesh, self.copies)
+        return found
+
+    def restore(self, saved: Callable[[nn.Parameter], SavedState | None]) -> list[ParameterState]:
+        there = {param: saved(param) for unit in self._all_units() for param in unit.params}
+        for unit in self._all_units():
+            self.optimizer.state.pop(unit.tensor, None)
+        kinds = {param: repr(state) for param, state in there.items()}
+        self._cut(lambda unit, piece: kinds[piece.param])
+        found = []
+        for group, unit in self._with_groups():
+            state, targets = unit.restored(self.optimizer, group, there[unit.pieces[0].param], self.copies)
+            if state:
+                self.optimizer.state[unit.tensor] = state
+            found += targets
+        return found
+
+    def _with_groups(self) -> list[tuple[dict[str, Any], Unit]]:
+        pairs = zip(self.optimizer.param_groups, self.units)
+        return [(group, unit) for group, units in pairs for unit in units]
 
     def _cut_where_differs(self, used: set[nn.Parameter]) -> None:
         """See [Note: units and unused parameters]."""

@@ -10,19 +10,32 @@ one process.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from colonnade.cluster.mesh import ParallelMesh
 from colonnade.model.layout import layout_of, set_layout
+from colonnade.model.pieces import pieces_of_range
 from colonnade.precision.grad_norm import Axes, counted_parts
+from colonnade.precision.state import (
+    ParameterState,
+    SavedState,
+    Shard,
+    State,
+    holder_position,
+    is_of_entries,
+    new_state,
+    numbers_for,
+    state_of,
+    whole_shard,
+)
 from colonnade.zero.bucket import ShardBucket
 from colonnade.zero.storage import Piece
-
-State = dict[str, Any]
 
 
 class Unit:
@@ -74,6 +87,63 @@ class Unit:
         offset = piece.offset - self.start
         return grad.reshape(-1)[offset : offset + piece.stop - piece.start][self._masks[piece.param]]
 
+    def states(
+        self, optimizer: Optimizer, group: dict[str, Any], mesh: ParallelMesh, copied: bool
+    ) -> list[ParameterState]:
+        """What the optimizer keeps for it, by parameter.
+
+        Args:
+            copied: its tensor is a copy of the weights.
+        """
+        if self.bucket.storage.plan.whole:
+            param = self.pieces[0].param
+            tensors, numbers = state_of(optimizer, group, param, self.tensor, mesh)
+            tensors = {key: replace(shard, axes=("dp", *shard.axes)) for key, shard in tensors.items()}
+            master = replace(whole_shard(param, self.tensor, mesh), axes=self._axes(param)) if copied else None
+            return [ParameterState(param, tensors, numbers, master)]
+        state = optimizer.state.get(self.tensor, {})
+        flat = {k: v for k, v in state.items() if is_of_entries(k, v, self.tensor.shape)}
+        numbers = {k: v for k, v in state.items() if k not in flat}
+        found = []
+        for piece in self.pieces:
+            position = holder_position(mesh, layout_of(piece.param))
+            tensors = {key: self._shard(piece, value, position) for key, value in flat.items()}
+            master = self._shard(piece, self.tensor.detach(), position) if copied else None
+            found.append(ParameterState(piece.param, tensors, numbers, master))
+        return found
+
+    def restored(
+        self, optimizer: Optimizer, group: dict[str, Any], saved: SavedState | None, copied: bool
+    ) -> tuple[State, list[ParameterState]]:
+        """A state with memory for what was saved, the same kind for all of its parameters; and what is to be filled."""
+        if self.bucket.storage.plan.whole:
+            param = self.pieces[0].param
+            state, tensors = State(), dict[str, Shard]()
+            if saved is not None:
+                state, tensors = new_state(optimizer, group, param, self.tensor, saved)
+            master = whole_shard(param, self.tensor) if copied else None
+            return state, [ParameterState(param, tensors, {}, master)]
+        state, flat = State(), dict[str, torch.Tensor]()
+        if saved is not None:
+            state = numbers_for(saved.numbers, group, self.tensor.device)
+            flat = {key: torch.zeros_like(self.tensor, dtype=of.dtype).detach() for key, of in saved.tensors.items()}
+        found = []
+        for piece in self.pieces:
+            tensors = {key: self._shard(piece, value, None) for key, value in flat.items()}
+            master = self._shard(piece, self.tensor.detach(), None) if copied else None
+            found.append(ParameterState(piece.param, tensors, {}, master))
+        return state | flat, found
+
+    def _axes(self, param: nn.Parameter) -> tuple[str, ...]:
+        return ("dp", *layout_of(param).sharded_axes)
+
+    def _shard(self, piece: Piece, value: torch.Tensor, position: int | None) -> Shard:
+        """What of a tensor as large as this unit belongs to a piece."""
+        layout, first = layout_of(piece.param), piece.offset - self.start
+        flat = value.view(-1)[first : first + piece.stop - piece.start]
+        boxes = pieces_of_range(flat, layout, piece.start, piece.stop, position)
+        return Shard(layout.shape, value.dtype, boxes, self._axes(piece.param))
+
     def cut(self, runs: list[list[Piece]], state: State) -> list[tuple[Unit, State]]:
         """The unit in several parts, each with its part of the state."""
         parts = []
@@ -109,7 +179,7 @@ def joined_state(pieces: list[Piece], states: dict[nn.Parameter, State], like: t
     first = states[pieces[0].param]
     joined: State = {}
     for key, value in first.items():
-        if _of_entries(key, value, pieces[0].param):
+        if is_of_entries(key, value, pieces[0].param.shape):
             flat = torch.zeros(like.numel(), dtype=value.dtype, device=like.device)
             for piece in pieces:
                 offset = piece.offset - pieces[0].offset
@@ -120,11 +190,6 @@ def joined_state(pieces: list[Piece], states: dict[nn.Parameter, State], like: t
     return joined
 
 
-def _of_entries(key: str, value: Any, param: nn.Parameter) -> bool:
-    """Whether a state has a number for each entry of the parameter. (Of a parameter without dims the shape does not tell.)"""
-    return isinstance(value, torch.Tensor) and value.shape == param.shape and key != "step"
-
-
 def state_kind(state: State, param: nn.Parameter) -> list[tuple[str, Any]]:
     """What has to be the same for parameters to share a unit: which states they have, and those that are one number."""
     kind: list[tuple[str, Any]] = []
@@ -132,7 +197,7 @@ def state_kind(state: State, param: nn.Parameter) -> list[tuple[str, Any]]:
         value = state[key]
         if not isinstance(value, torch.Tensor):
             kind.append((key, value))
-        elif value.numel() == 1 and not _of_entries(key, value, param):
+        elif value.numel() == 1 and not is_of_entries(key, value, param.shape):
             kind.append((key, float(value)))
         else:
             kind.append((key, value.dtype))

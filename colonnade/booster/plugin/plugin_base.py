@@ -359,6 +359,9 @@ class DPPluginBase(Plugin):
         )
         boosted.train(model.training)
         boosted.optimizers = [] if optimizer is None else [optimizer]
+        if optimizer is not None:
+            named = checkpoint.named_tensors(model)
+            optimizer.names = {p: names for names, p in named if isinstance(p, nn.Parameter)}
         boosted.in_step = not self.support_no_sync()
         return boosted
 
