@@ -47,7 +47,8 @@ def two_groups(model):
 
 
 def adafactor(model):
-    return Adafactor(model.parameters(), lr=1e-2, weight_decay=0.05)
+    """With an ε₁ that keeps rounding from deciding entries whose gradient is zero in exact arithmetic (key biases)."""
+    return Adafactor(model.parameters(), lr=1e-2, eps=(1e-4, 1e-3), weight_decay=0.05)
 
 
 # name: (model, its options, optimizer)
