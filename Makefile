@@ -25,7 +25,7 @@ help:
 	@echo "make check      linter, formatter and type checker; make format mends what the first two can"
 	@echo "make test-long  the rest of the matrices of which make test runs a part (minutes)"
 	@echo "make test-real  the tests with real weights (many minutes)"
-	@echo "make bench      measure tensor and data parallelism on this machine (minutes; nothing else should run)"
+	@echo "make bench      measure everything of which benchmarks/ has a file on this machine (minutes; nothing else should run)"
 	@echo "make proof      compute the tables of proved models in README.md and docs/proof.md anew"
 	@echo "make models     compute docs/models.md anew: every language model of transformers, split over two processes (minutes)"
 	@echo "make agreement  compute docs/agreement.md anew: inferred policies beside transformers' own plans (minutes)"
@@ -66,6 +66,8 @@ test-real: $(READY)
 bench: $(READY)
 	$(BIN)/python benchmarks/tensor_parallel.py $(ARGS)
 	$(BIN)/python benchmarks/data_parallel.py $(ARGS)
+	$(BIN)/python benchmarks/pipeline.py $(ARGS)
+	$(BIN)/python benchmarks/checkpoint.py $(ARGS)
 
 proof: $(READY)
 	$(BIN)/python scripts/proved_models.py $(ARGS)
