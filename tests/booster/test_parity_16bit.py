@@ -40,8 +40,11 @@ ENGINES = {
     "tp 2 × dp 2, zero 1": (4, HybridParallelPlugin, {"tp_size": 2, "zero_stage": 1}),
     "tp 2 × dp 2, zero 2": (4, HybridParallelPlugin, {"tp_size": 2, "zero_stage": 2}),
     "fsdp 2": (2, TorchFSDPPlugin, {}),
+    "pp 2": (2, HybridParallelPlugin, {"pp_size": 2}),
+    "pp 2 × tp 2": (4, HybridParallelPlugin, {"tp_size": 2, "pp_size": 2}),
+    "pp 2 × dp 2, zero 1": (4, HybridParallelPlugin, {"pp_size": 2, "zero_stage": 1}),
 }
-ALONE = [name for name, (_, _, options) in ENGINES.items() if "tp_size" not in options]
+ALONE = [name for name, (_, _, options) in ENGINES.items() if not {"tp_size", "pp_size"} & options.keys()]
 
 
 def small(name):
@@ -121,8 +124,12 @@ def train(engine, name, precision, optimizer_fn=adamw):
     losses, wanted, norms, wanted_norms = [], [], [], []
     for number in range(STEPS):
         batch = unequal()[number % 2]
-        loss = model(**rows_of(batch, plugin.mesh.rank("dp"), plugin.mesh.size("dp"))).loss
-        booster.backward(loss, optimizer)
+        share = rows_of(batch, plugin.mesh.rank("dp"), plugin.mesh.size("dp"))
+        if "pp_size" in options:
+            loss = booster.execute_pipeline(iter([share]), model, None, optimizer)["loss"]
+        else:
+            loss = model(**share).loss
+            booster.backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
