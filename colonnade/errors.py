@@ -7,7 +7,7 @@ Classes also derive from the built-in exception people already catch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class ColonnadeError(Exception):
@@ -49,3 +49,19 @@ def explain(headline: str, rows: Iterable[tuple[str, str]] = ()) -> str:
     width = max((len(label) for label, _ in rows), default=0)
     indent = "\n" + " " * (width + 4)
     return headline + "".join(f"\n  {label:<{width}}  {text.replace(chr(10), indent)}" for label, text in rows)
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raise one error for all that is wrong with what was chosen; nothing where nothing is.
+
+    Args:
+        problems: a message for each.
+
+    Raises:
+        ConfigError: there are any.
+    """
+    if len(problems) > 1:
+        numbered = [(f"{number}.", problem) for number, problem in enumerate(problems, 1)]
+        raise ConfigError(explain(f"{len(problems)} of the options cannot be.", numbered))
+    if problems:
+        raise ConfigError(problems[0])

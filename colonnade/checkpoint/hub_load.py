@@ -10,30 +10,28 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
 from colonnade.checkpoint.agreement import Attempt
-from colonnade.checkpoint.hub_folder import has_weights, open_weights, read_headers
+from colonnade.checkpoint.hub_folder import has_weights, read_headers
 from colonnade.checkpoint.hub_match import Converted, match_keys, problem_rows
 from colonnade.checkpoint.model_tensors import named_tensors
 from colonnade.checkpoint.staged_folder import locate
+from colonnade.checkpoint.tensor_file import TensorFile
 from colonnade.checkpoint.transformers_internals import LoadRules
 from colonnade.cluster.mesh import ParallelMesh
 from colonnade.errors import CheckpointError, explain
 from colonnade.model.layout import layout_of, local_of
+from colonnade.model.pieces import pieces_of
 
 log = logging.getLogger(__name__)
-MAPPED_BYTES = 64 * 2**20  # of a file, before it is closed and opened again
 UNCHANGED = ("left", "the model as it was: no weight has been changed")
 
 
@@ -44,7 +42,7 @@ class LoadReport:
     Args:
         folder: the folder that was read: the one asked for, or what an interrupted save had left beside it.
         loaded: number of tensors of this rank that got a value.
-        bytes_read: bytes of weights this rank has read.
+        bytes_read: bytes of the weights that this rank has taken from the files.
         missing: names in the model without a value in the folder, on any rank.
         unexpected: keys in the folder that no rank has a place for.
     """
@@ -127,7 +125,7 @@ def _check(findings: list[_Findings], path: Any, strict: bool) -> tuple[tuple[st
 
 
 class _Reader:
-    """Copies stored values into local tensors, one file open at a time for what is stored as it is in the model."""
+    """Reads stored values to where they belong; of what the model has in another form, one group is in memory at a time."""
 
     def __init__(self, model: nn.Module, folder: Path) -> None:
         self.stored = read_headers(folder)
@@ -141,65 +139,38 @@ class _Reader:
     @torch.no_grad()
     def copy(self) -> None:
         """Fill every tensor that has a value in the folder."""
-        for file, entries in self._runs():
-            with _naming(file), open_weights(file) as opened:
-                for key, tensor in entries:
-                    self._copy_boxes(tensor, functools.partial(self._read, opened, key))
-        for group in self.match.converted:
-            self._copy_converted(group)
-
-    def _runs(self) -> Iterator[tuple[Path, list[tuple[str, torch.Tensor]]]]:
-        """What to read while a file is open once: files are mapped, and what was touched stays until it is closed."""
         by_file: dict[Path, list[tuple[str, torch.Tensor]]] = {}
         for key, tensor in self.match.direct:
             by_file.setdefault(self.stored[key].file, []).append((key, tensor))
         for file, entries in by_file.items():
-            run: list[tuple[str, torch.Tensor]] = []
-            mapped = 0
-            for key, tensor in entries:
-                nbytes = math.prod(self.stored[key].shape) * tensor.element_size()
-                if run and mapped + nbytes > MAPPED_BYTES:
-                    yield file, run
-                    run, mapped = [], 0
-                run.append((key, tensor))
-                mapped += nbytes
-            yield file, run
+            with TensorFile(file) as opened:
+                for key, tensor in sorted(entries, key=lambda entry: opened.entries[entry[0]].start):
+                    self._fill(tensor, functools.partial(self._read, opened, key))
+        for group in self.match.converted:
+            self._fill_converted(group)
 
-    def _copy_converted(self, group: Converted) -> None:
-        """Read all parts of a conversion whole, convert, and keep the boxes; one group in memory at a time."""
+    def _fill_converted(self, group: Converted) -> None:
+        """Read all parts of a conversion whole, convert, and keep the boxes."""
         parts = []
         for key, pattern in group.parts:
-            file = self.stored[key].file
-            with _naming(file), open_weights(file) as opened:
-                parts.append((key, pattern, self._read(opened, key, None)))
+            with TensorFile(self.stored[key].file) as opened:
+                whole = torch.empty(opened.entries[key].shape, dtype=opened.entries[key].dtype)
+                self._read(opened, key, (0,) * whole.dim(), whole)
+            parts.append((key, pattern, whole))
         made = self.rules.convert(group.name, parts)
         for name, tensor in group.targets.items():
-            self._copy_boxes(tensor, functools.partial(_slice, made[name]))
+            self._fill(tensor, functools.partial(_copy_box, made[name]))
 
-    def _read(self, opened: Any, key: str, slices: tuple[slice, ...] | None) -> torch.Tensor:
-        value = opened.get_tensor(key) if slices is None else opened.get_slice(key)[slices]
-        self.bytes_read += value.nbytes
-        return value
+    def _read(self, opened: TensorFile, key: str, start: tuple[int, ...], target: torch.Tensor) -> None:
+        opened.read(key, start, target)
+        self.bytes_read += target.numel() * opened.entries[key].dtype.itemsize
 
-    def _copy_boxes(self, tensor: torch.Tensor, read: Callable[[tuple[slice, ...] | None], torch.Tensor]) -> None:
+    def _fill(self, tensor: torch.Tensor, read: Callable[[tuple[int, ...], torch.Tensor], None]) -> None:
         """Fill the boxes of a local tensor; what lies outside them, such as padding, stays as it is."""
-        local, layout = local_of(tensor.detach()), layout_of(tensor)
-        for box in layout.boxes:
-            if math.prod(box.extent):
-                local[box.local_slices].copy_(read(None if box.extent == layout.shape else box.logical_slices))
+        for start, target in pieces_of(local_of(tensor.detach()), layout_of(tensor)):
+            read(start, target)
         self.loaded += 1
 
 
-def _slice(whole: torch.Tensor, slices: tuple[slice, ...] | None) -> torch.Tensor:
-    return whole if slices is None else whole[slices]
-
-
-@contextmanager
-def _naming(file: Path) -> Iterator[None]:
-    """Name the file in whatever goes wrong while it is read."""
-    try:
-        yield
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+def _copy_box(whole: torch.Tensor, start: tuple[int, ...], target: torch.Tensor) -> None:
+    target.copy_(whole[tuple(slice(s, s + n) for s, n in zip(start, target.shape))])

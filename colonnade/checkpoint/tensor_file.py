@@ -180,6 +180,8 @@ class TensorFile:
         entries = {}
         for key, value in header.items():
             start, end = value["data_offsets"]
+            if value["dtype"] not in DTYPES:
+                raise ValueError(f"{key} is of the format {value['dtype']}, which is not known here")
             entry = Entry(DTYPES[value["dtype"]], tuple(value["shape"]), 8 + length + start)
             if entry.nbytes != end - start or 8 + length + end > size:
                 raise ValueError(
@@ -214,7 +216,7 @@ class TensorFile:
         if fixed <= 1 or math.prod(extent[: fixed - 1]) == 1:
             offset = sum(s * math.prod(shape[dim + 1 :]) for dim, s in enumerate(start))
             self._read_run(entry, offset, target)
-        elif fixed == len(shape) and extent[-1] * 4 < shape[-1] and extent[-1] * entry.dtype.itemsize >= 4096:
+        elif fixed == len(shape) and extent[-1] * entry.dtype.itemsize >= 4096:
             for index in range(extent[0]):  # few and long parts of rows: each by itself
                 self._read(Entry(entry.dtype, shape[1:], self._row(entry, start[0] + index)), start[1:], target[index])
         else:

@@ -17,11 +17,10 @@ from torch.optim import Optimizer
 from colonnade.cluster.device import current_device, device_type
 from colonnade.cluster.log import get_logger
 from colonnade.cluster.mesh import Axis, ParallelMesh
-from colonnade.comm.collectives import all_gather_object
 from colonnade.errors import ConfigError, UsageError, explain
 from colonnade.fsdp.comms import CountedAllGather, CountedReduceScatter
 from colonnade.fsdp.units import find_units
-from colonnade.model.layout import Range, TensorLayout, layout_of, local_of, set_layout
+from colonnade.model.layout import Range, TensorLayout, layout_of, set_layout
 from colonnade.model.lazy import check_all_or_none_meta, materialise
 from colonnade.precision.optimizer import is_elementwise, steps_on_any_part
 from colonnade.precision.stepped import move_state
@@ -137,7 +136,7 @@ def shard_model(
     """Cut a model over the data-parallel ranks, in place.
 
     Its parameters are replaced by DTensor parameters with a layout. A model on the meta device gets memory for this rank's
-    share only, filled with NaN; its first forward refuses to run before weights have been loaded.
+    share only, filled with NaN.
 
     Args:
         model: any module; parameters of one floating-point format.
@@ -161,7 +160,8 @@ def shard_model(
     for unit in units:
         fully_shard(unit, mesh=mesh.device_mesh["dp"], ignored_params=set(whole), **options.arguments)
     if is_meta:
-        materialise(model, torch.device("cpu") if options.cpu_offload else current_device(), current_device())
+        there = torch.device("cpu") if options.cpu_offload else current_device()
+        materialise(model, there, current_device(), keep_objects=False)
         whole = [p for p in model.parameters() if not _can_be_cut(p)]
     for param in whole:
         param.data = param.data.to(current_device())
@@ -175,8 +175,6 @@ def shard_model(
     if optimizer is not None:
         repoint(optimizer, replaced)
     _configure(sharding)
-    if is_meta:
-        _refuse_until_loaded(sharding)
     return sharding
 
 
@@ -309,25 +307,3 @@ def _configure(sharding: Sharding) -> None:
             sharding.reshard()
 
     root.register_forward_hook(settle, always_call=True)
-
-
-def _refuse_until_loaded(sharding: Sharding) -> None:
-    """Check, before the first forward, that the weights of a model that was on the meta device have been loaded."""
-
-    def check(module: nn.Module, inputs: Any) -> None:
-        with torch.no_grad():
-            mine = [n for n, p in _named(module).items() if bool(local_of(p.detach()).isnan().any())]
-        empty = sorted({name for of_rank in all_gather_object(mine, sharding.axis) for name in of_rank})
-        if empty:
-            raise UsageError(
-                explain(
-                    f"{len(empty)} parameters have no weights yet: this {type(module).__name__} was built on the meta device.",
-                    [
-                        ("without weights", ", ".join(empty[:5]) + (", …" if len(empty) > 5 else "")),
-                        ("try", "booster.load_model(model, path) before the first forward"),
-                    ],
-                )
-            )
-        handle.remove()
-
-    handle = sharding.model.register_forward_pre_hook(check, prepend=True)

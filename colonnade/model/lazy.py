@@ -40,20 +40,29 @@ def check_all_or_none_meta(model: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def materialise(model: nn.Module, parameters_on: torch.device, buffers_on: torch.device) -> None:
+def materialise(
+    model: nn.Module, parameters_on: torch.device, buffers_on: torch.device, *, keep_objects: bool = True
+) -> None:
     """Give a model on the meta device memory: parameters become NaN, buffers that no checkpoint carries are computed.
 
     Other buffers become NaN (integers 0) and are to be loaded, as the parameters are.
+
+    Args:
+        keep_objects: the Parameter objects, which an optimizer has, stay; not possible for DTensors.
 
     Raises:
         UsageError: nothing computes some of the buffers.
     """
     places = [(module, name) for module in model.modules() for name, b in module._buffers.items() if b is not None]
     real = {place: place[0]._buffers[place[1]] for place in places if not place[0]._buffers[place[1]].is_meta}  # type: ignore[union-attr]
-    model.to_empty(device=parameters_on)
+    if keep_objects:
+        for param in model.parameters():
+            _give_memory(param, parameters_on)
+    else:
+        model.to_empty(device=parameters_on)
     for module, name in places:
         empty: Any = real.get((module, name), module._buffers[name])
-        module._buffers[name] = empty.to(buffers_on)
+        module._buffers[name] = torch.empty_like(empty, device=buffers_on) if empty.is_meta else empty.to(buffers_on)
     for param in model.parameters():
         _fill(local_of(param.detach()), computed=False)
     lost = [(module, name) for module, name in places if (module, name) not in real]
@@ -75,6 +84,15 @@ def materialise(model: nn.Module, parameters_on: torch.device, buffers_on: torch
                 ],
             )
         )
+
+
+def _give_memory(param: nn.Parameter, device: torch.device) -> None:
+    """Put memory into a parameter on the meta device; the object stays, with its attributes."""
+    if not param.is_meta:
+        return
+    made = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+    made.__dict__.update(param.__dict__)
+    torch.utils.swap_tensors(param, made)
 
 
 def _mark(tensor: torch.Tensor, computed: bool) -> float | int | bool:

@@ -58,14 +58,16 @@ def check_counts(counts: Sequence[int], blocks: int, stages: int, bound: Sequenc
     Raises:
         ConfigError: they are not one for each stage, do not add up to the model's blocks, or cut where it must not be cut.
     """
-    wrong = not all(isinstance(n, int) and n > 0 for n in counts)
-    if len(counts) != stages or sum(counts) != blocks or wrong:
+    numbers = all(isinstance(n, (int, float)) and not isinstance(n, bool) for n in counts)
+    wrong = not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in counts)
+    if wrong or len(counts) != stages or sum(counts) != blocks:
+        sums = f", which add up to {sum(counts)}" if numbers else ""
         raise ConfigError(
             explain(
                 f"num_layers_per_stage={list(counts)} does not fit.",
                 [
                     ("needs", f"{stages} whole numbers of at least 1, one for each stage, that add up to {blocks}"),
-                    ("found", f"{len(counts)} numbers, which add up to {sum(counts)}"),
+                    ("found", f"{len(counts)} {'numbers' if numbers else 'entries'}{sums}"),
                     ("try", f"{partition([1.0] * blocks, stages, bound=bound)}, or leave it out"),
                 ],
             )

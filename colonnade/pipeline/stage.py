@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from colonnade.cluster.device import current_device
 from colonnade.errors import PolicyError, UsageError, explain
 from colonnade.model.adapters import plain_model
 from colonnade.model.chain import Leaf
@@ -339,7 +340,8 @@ def hollow(module: nn.Module, kept: Collection[nn.Parameter] = ()) -> None:
         for name, parameter in list(part._parameters.items()):
             if parameter is not None and parameter not in kept:
                 del part._parameters[name]
-                empty = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+                there = current_device() if parameter.is_meta else parameter.device
+                empty = torch.zeros((), dtype=parameter.dtype, device=there)
                 part.__dict__[name] = empty.expand(parameter.shape)
         for name, buffer in list(part._buffers.items()):
             del part._buffers[name]

@@ -1,7 +1,4 @@
-"""PIPE-1 and PIPE-2: every layer is on one stage, however many there are, and every stage sees masks and positions.
-
-META-1: a model on the meta device is refused before anything is cut.
-"""
+"""PIPE-1 and PIPE-2: every layer is on one stage, however many there are, and every stage sees masks and positions."""
 
 import re
 
@@ -13,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from colonnade.booster import Booster
 from colonnade.comm.collectives import all_gather_object
-from colonnade.errors import ColonnadeError, ConfigError
+from colonnade.errors import ConfigError
 from colonnade.pipeline.schedule import STYLES
 from colonnade.testing.ranks import run_on_ranks
-from colonnade.testing.tiny import ids, tiny_config, tiny_model
+from colonnade.testing.tiny import ids, tiny_model
 
 CHUNKED = [style for style, found in STYLES.items() if found.most_chunks != 1]
 
@@ -148,22 +145,6 @@ def test_masks_and_positions_reach_every_stage(style, plugin, world):
             one = ones[name, variant]
             assert loss == pytest.approx(one.losses[0], abs=LOSS), (name, variant, micro)
             assert_close(gradients, one.gradients, GRADIENT)
-
-
-def on_meta(plugin):
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(tiny_config("LL"))
-    booster = Booster(plugin=make_plugin(plugin))
-    with pytest.raises(ColonnadeError) as caught:
-        booster.boost(model, None)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("plugin, world", [("pp2", 2), ("tp2", 2)])
-def test_a_model_on_the_meta_device_is_refused(plugin, world):
-    """Only FSDP builds a model that was never in memory."""
-    for message in run_on_ranks(world, on_meta, plugin):
-        assert "meta" in message
 
 
 def test_more_chunks_than_layers_are_refused():

@@ -9,8 +9,7 @@ from hub_models import assert_holds_its_boxes, build, shard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
-from colonnade.checkpoint import hub_load, load_model, save_model
-from colonnade.checkpoint.hub_folder import open_weights
+from colonnade.checkpoint import load_model, save_model
 from colonnade.cluster.mesh import ParallelMesh
 from colonnade.errors import CheckpointError
 from colonnade.testing.ranks import run_on_ranks
@@ -65,17 +64,6 @@ def test_two_ranks_together_read_each_byte_once_and_the_norms_twice(tmp_path):
 def test_values_are_cast_and_padding_is_left_alone(tmp_path):
     build("tied", vocab_size=67).save_pretrained(tmp_path)
     run_on_ranks(2, load_shards, "tied", {"vocab_size": 67}, {"tp": 2}, tmp_path, pad_rows=3, dtype=torch.bfloat16)
-
-
-def test_a_large_file_is_closed_now_and_then(tmp_path, monkeypatch):
-    opened = []
-    monkeypatch.setattr(hub_load, "MAPPED_BYTES", 20_000)
-    monkeypatch.setattr(hub_load, "open_weights", lambda file: opened.append(file) or open_weights(file))
-    build("llama").save_pretrained(tmp_path)
-    model = wipe(build("llama"))
-    load_model(model, tmp_path, ParallelMesh())
-    assert_holds_its_boxes(model, build("llama"))
-    assert len(opened) > 164_992 // 20_000
 
 
 def save_on_two_load_on_four(path):

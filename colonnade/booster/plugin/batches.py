@@ -10,7 +10,7 @@ import torch
 
 from colonnade.cluster.mesh import Axis, ParallelMesh
 from colonnade.comm.collectives import all_gather_object
-from colonnade.errors import ConfigError, ShapeError, UsageError, explain
+from colonnade.errors import ShapeError, UsageError, explain, refuse
 from colonnade.model.layout import deal
 
 IGNORED = -100
@@ -98,16 +98,19 @@ def join_outputs(outputs: list[Any], rows: list[int]) -> Any:
 
 def check_microbatching(microbatch_size: int | None, num_microbatches: int | None) -> None:
     """Refuse sizes that are not whole positive numbers, and both at once."""
+    refuse(microbatching_problems(microbatch_size, num_microbatches))
+
+
+def microbatching_problems(microbatch_size: int | None, num_microbatches: int | None) -> list[str]:
+    """What is wrong with the sizes of micro-batches, a message for each."""
+    found = []
     for name, value in (("microbatch_size", microbatch_size), ("num_microbatches", num_microbatches)):
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ConfigError(f"{name}={value!r} must be a whole number of at least 1.")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            found.append(f"{name}={value!r} must be a whole number of at least 1.")
     if microbatch_size is not None and num_microbatches is not None:
-        raise ConfigError(
-            explain(
-                "microbatch_size and num_microbatches are both given.",
-                [("rule", "one follows from the other"), ("try", "only one of them")],
-            )
-        )
+        rows = [("rule", "one follows from the other"), ("try", "only one of them")]
+        found.append(explain("microbatch_size and num_microbatches are both given.", rows))
+    return found
 
 
 GROUPS = {"tp": "tensor-parallel group", "pp": "pipeline"}

@@ -11,8 +11,10 @@ from torch import nn
 
 from colonnade.booster.plugin.batches import check_same_batch, count_targets, tensors_in
 from colonnade.cluster.mesh import ParallelMesh
-from colonnade.errors import UsageError
+from colonnade.comm.collectives import all_gather_object
+from colonnade.errors import UsageError, explain
 from colonnade.model.adapters import plain_model
+from colonnade.model.layout import local_of
 from colonnade.precision.optimizer import ParallelOptimizer
 from colonnade.precision.precision import cast_inputs
 from colonnade.shardformer.layer.loss import CausalLMLoss, LossAverage, mean_over_ranks
@@ -33,6 +35,7 @@ class BoostedModel(nn.Module):
     Attributes:
         optimizers: those boosted together with it, whose master weights follow when its weights are loaded.
         pipeline: runs global batches through the stages of a pipeline; None where there is none.
+        unloaded: it was built on the meta device, and nothing has shown yet that its weights have been loaded.
         in_step: every forward or backward communicates over data-parallel ranks, so that all have to make as many.
     """
 
@@ -56,7 +59,7 @@ class BoostedModel(nn.Module):
         self.check_batches = check_batches
         self.optimizers = []
         self.pipeline: Any = None
-        self.in_step = False
+        self.in_step = self.unloaded = False
         self._shifts_labels = any(isinstance(vars(m).get("_loss_function"), CausalLMLoss) for m in model.modules())
         self._takes_use_cache = "use_cache" in inspect.signature(plain_model(model).forward).parameters
 
@@ -78,8 +81,32 @@ class BoostedModel(nn.Module):
     def loss_function(self, function: Any) -> None:
         raise UsageError("set model.loss_function before boost, which puts a loss that knows all ranks in its place.")
 
+    def check_loaded(self) -> None:
+        """Before weights are used for the first time: those of a model that was on the meta device have to be there.
+
+        Raises:
+            UsageError: on every rank, naming some that are not.
+        """
+        if not self.unloaded:
+            return
+        named = self._user_model.named_parameters()
+        mine = [name for name, p in named if bool(local_of(p.detach()).isnan().any())]
+        empty = sorted({name for of_rank in all_gather_object(mine, self.mesh.world) for name in of_rank})
+        if empty:
+            raise UsageError(
+                explain(
+                    f"{len(empty)} parameters have no weights yet: this {type(self._user_model).__name__} was built on the meta device.",
+                    [
+                        ("without weights", ", ".join(empty[:5]) + (", …" if len(empty) > 5 else "")),
+                        ("try", "booster.load_model(model, path), or booster.load, before its weights are used"),
+                    ],
+                )
+            )  # fmt: skip
+        self.unloaded = False
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward; the loss it returns is the mean over the targets of all data-parallel ranks."""
+        self.check_loaded()
         with self.average.over(self.mesh.axis("dp") if self.mesh.size("dp") > 1 else None):
             output = self.run(*args, **kwargs)
         return self._averaged(output, kwargs)

@@ -10,23 +10,27 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from colonnade.booster.plugin.batches import microbatching_problems
 from colonnade.booster.plugin.pipeline import Pipeline, PipelinePlan
-from colonnade.booster.plugin.pipeline_options import PipelineGradientCheckpointConfig, PipelineOptions
+from colonnade.booster.plugin.pipeline_options import (
+    PipelineGradientCheckpointConfig,
+    PipelineOptions,
+    pipeline_problems,
+    staging_problems,
+)
 from colonnade.booster.plugin.plugin_base import (
     Boosted,
     DPPluginBase,
     boosted_model,
     boosted_optimizer,
     check_boostable,
-    check_in_memory,
     pristine_config,
 )
-from colonnade.booster.plugin.start import start_alike
-from colonnade.cluster.device import current_device
+from colonnade.booster.plugin.start import put_in_place, start_alike
 from colonnade.cluster.mesh import ParallelMesh
 from colonnade.comm.reducer import GradientReducer
-from colonnade.errors import ConfigError, UsageError, explain
-from colonnade.pipeline.schedule import make_schedule
+from colonnade.errors import ConfigError, UsageError, explain, refuse
+from colonnade.model.lazy import check_all_or_none_meta
 from colonnade.precision.clipping import Clipping
 from colonnade.precision.loss_scale import LossScale
 from colonnade.precision.optimizer import ParallelOptimizer
@@ -34,6 +38,8 @@ from colonnade.precision.precision import DEFAULT_PRECISION, cast_parameters
 from colonnade.shardformer import Policy, ShardConfig, ShardFormer
 from colonnade.shardformer.layer.loss import LossAverage
 from colonnade.zero.options import ZeroOptions, check_stage
+
+ONLY_FOR_STAGES = ("num_model_chunks", "num_layers_per_stage", "gradient_checkpoint_config")
 
 
 class HybridParallelPlugin(DPPluginBase):
@@ -98,10 +104,15 @@ class HybridParallelPlugin(DPPluginBase):
         check_batches: bool = False,
     ) -> None:
         _refuse_what_is_missing(sp_size, sequence_parallelism_mode)
-        self.pipeline = PipelineOptions(
-            pp_style, num_model_chunks, num_layers_per_stage, gradient_checkpoint_config, check_cut
+        cut = (num_model_chunks, num_layers_per_stage, gradient_checkpoint_config)
+        refuse(
+            [
+                *pipeline_problems(pp_style, *cut),
+                *staging_problems(pp_size, zero_stage, dict(zip(ONLY_FOR_STAGES, cut))),
+                *microbatching_problems(microbatch_size, num_microbatches),
+            ]
         )
-        _check_pipeline(pp_size, zero_stage, self.pipeline)
+        self.pipeline = PipelineOptions(pp_style, *cut, check_cut)
         self.zero_stage = check_stage(zero_stage, (0, 1, 2))
         self.options = ZeroOptions(bucket_bytes, communication_dtype, overlap_communication, cpu_offload)
         if zero_stage == 0 and (communication_dtype is not None or cpu_offload or not overlap_communication):
@@ -128,7 +139,7 @@ class HybridParallelPlugin(DPPluginBase):
         lr_scheduler: Any = None,
     ) -> Boosted:
         check_boostable(model, optimizer)
-        check_in_memory(model)
+        is_meta = check_all_or_none_meta(model)
         config, average = pristine_config(model), LossAverage()
         plan = PipelinePlan(model, self.mesh, self.pipeline) if self.mesh.size("pp") > 1 else None
         sharder = ShardFormer(self.shard_config).prepare(model, self.custom_policy, average)
@@ -139,11 +150,11 @@ class HybridParallelPlugin(DPPluginBase):
         staged = None if plan is None else plan.apply(model)
         if plan is not None and optimizer is not None:
             plan.keep_own(model, optimizer)
-        model = model.to(current_device())
+        put_in_place(model)
         # made before the cast, so that the master weights are the weights as given
         parallel_optimizer = None if optimizer is None else self._parallel(optimizer, model, plan)
         cast_parameters(model, self.dtype)
-        boosted = self.wrap(model, average, parallel_optimizer, config)
+        boosted = self.wrap(model, average, parallel_optimizer, config, unloaded=is_meta)
         if plan is not None and staged is not None:
             boosted.pipeline = Pipeline(plan, staged)
         return boosted, parallel_optimizer, criterion, dataloader, lr_scheduler
@@ -212,25 +223,3 @@ def _refuse_what_is_missing(sp_size: int, mode: str | None) -> None:
                 ],
             )
         )
-
-
-def _check_pipeline(pp_size: int, zero_stage: int, options: PipelineOptions) -> None:
-    if pp_size == 1 and (options.chunks is not None or options.counts is not None or options.checkpointing is not None):
-        raise ConfigError(
-            explain(
-                "num_model_chunks, num_layers_per_stage and gradient_checkpoint_config need pp_size > 1: they are about stages.",
-                [("try", "model.gradient_checkpointing_enable() to recompute blocks without a pipeline")],
-            )
-        )
-    if pp_size > 1 and zero_stage == 2:
-        raise ConfigError(
-            explain(
-                "zero_stage=2 does not go together with pp_size > 1.",
-                [
-                    ("reason", "a pipeline accumulates the gradients of all micro-batches before they are reduced"),
-                    ("try", "zero_stage=1: the same traffic, and the states dealt out"),
-                ],
-            )
-        )
-    if pp_size > 1:
-        make_schedule(options.style, pp_size, pp_size, options.chunks)  # refuses what cannot be

@@ -14,12 +14,11 @@ from colonnade.booster.plugin.plugin_base import (
     Boosted,
     DPPluginBase,
     check_boostable,
-    check_in_memory,
     pristine_config,
 )
-from colonnade.booster.plugin.start import start_alike
-from colonnade.cluster.device import current_device
+from colonnade.booster.plugin.start import put_in_place, start_alike
 from colonnade.cluster.mesh import ParallelMesh
+from colonnade.model.lazy import check_all_or_none_meta
 from colonnade.precision.clipping import Clipping
 from colonnade.precision.loss_scale import LossScale
 from colonnade.precision.precision import DEFAULT_PRECISION, cast_parameters
@@ -82,16 +81,16 @@ class LowLevelZeroPlugin(DPPluginBase):
         lr_scheduler: Any = None,
     ) -> Boosted:
         check_boostable(model, optimizer)
-        check_in_memory(model)
+        is_meta = check_all_or_none_meta(model)
         config, average = pristine_config(model), LossAverage()
         start_alike(model, self.mesh)
         average_causal_loss(model, average)
-        model = model.to(current_device())
+        put_in_place(model)
         parallel_optimizer = None
         if optimizer is not None:
             parallel_optimizer = self.sharded(optimizer, model, self.stage, self.options)
         cast_parameters(model, self.dtype)
-        boosted = self.wrap(model, average, parallel_optimizer, config)
+        boosted = self.wrap(model, average, parallel_optimizer, config, unloaded=is_meta)
         return boosted, parallel_optimizer, criterion, dataloader, lr_scheduler
 
     def __repr__(self) -> str:

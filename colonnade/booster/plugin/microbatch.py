@@ -44,6 +44,7 @@ def run_microbatches(
         {"loss": the mean over the global batch, the same scalar on every rank, or None; "outputs": of the whole local
         batch, or None}.
     """
+    model.check_loaded()
     batch = next_batch(data_iter)
     rows = batch_rows(batch)
     if rows == 0:

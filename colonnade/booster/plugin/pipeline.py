@@ -23,17 +23,18 @@ from colonnade.booster.plugin.batches import (
 from colonnade.booster.plugin.boosted_model import BoostedModel, zero_from
 from colonnade.booster.plugin.microbatch import Shares, detached, own_loss, run_on
 from colonnade.booster.plugin.pipeline_options import PipelineOptions
+from colonnade.checkpoint.agreement import Attempt
 from colonnade.cluster.device import current_device
 from colonnade.cluster.mesh import Axis, ParallelMesh
 from colonnade.comm.collectives import all_gather_object, broadcast
-from colonnade.errors import PolicyError, ShapeError, explain
+from colonnade.errors import PolicyError, ShapeError, UsageError, explain
 from colonnade.model.adapters import plain_model
 from colonnade.model.layout import layout_of, set_layout
 from colonnade.pipeline.balance import balance
 from colonnade.pipeline.check import difference
 from colonnade.pipeline.cut import Cut, cut_chain, places_to_cut
 from colonnade.pipeline.mailbox import DTYPES
-from colonnade.pipeline.runtime import Runtime
+from colonnade.pipeline.runtime import Record, Runtime
 from colonnade.pipeline.schedule import Schedule, make_schedule
 from colonnade.pipeline.shared import Shared, SharedParameters
 from colonnade.pipeline.stage import StagedModel, hollow
@@ -198,7 +199,7 @@ class Pipeline:
     def __init__(self, plan: PipelinePlan, staged: StagedModel) -> None:
         self.plan, self.mesh, self.axis = plan, plan.mesh, plan.axis
         self.runtime = Runtime(staged, plan.axis, current_device())
-        self.schedule: Schedule | None = None  # of the last batch
+        self.played: tuple[Schedule, Record] | None = None  # the last batch
         self._schedules: dict[tuple[int, bool], Schedule] = {}
 
     def execute(
@@ -219,6 +220,7 @@ class Pipeline:
             {"loss": the mean over the global batch, the same scalar on every rank, or None; "outputs": of the whole local
             batch on the ranks of the last stage, else None}.
         """
+        model.check_loaded()
         batch = next_batch(data_iter)
         rows = batch_rows(batch)
         if rows == 0:
@@ -231,7 +233,7 @@ class Pipeline:
         parts = [take_rows(batch, rows, *cut) for cut in cuts]
         trained = optimizer if torch.is_grad_enabled() else None
         step = _Step(model, criterion, trained, Shares(batch, parts, model), parts, return_loss, return_outputs)
-        schedule = self.schedule = self._schedule(len(parts), trained is None)
+        schedule = self._schedule(len(parts), trained is None)
         if trained is None:
             with torch.no_grad():
                 self.runtime.play(schedule, parts, step)
@@ -239,6 +241,7 @@ class Pipeline:
             with trained.no_sync():
                 self.runtime.play(schedule, parts, step)
             trained.reduce()
+        self.played = schedule, self.runtime.record
         outputs = [step.made[index] for index in sorted(step.made)]
         is_last = schedule.rank_of(schedule.num_stages - 1) == self.axis.rank
         return {
@@ -285,19 +288,41 @@ class Pipeline:
         """Write when each rank of this pipeline did what in the last batch; `colonnade schedule --trace` draws it.
 
         Called by every rank; one rank of the first data-parallel replica writes.
+
+        Raises:
+            UsageError: there has been no batch.
+            CheckpointError: on every rank; the file cannot be written.
         """
-        events = all_gather_object([asdict(event) for event in self.runtime.record.events], self.axis)
-        if self.schedule is None or self.mesh.world.rank:
-            return
-        start = min(event["start"] for of_rank in events for event in of_rank)
-        rows = [
-            {**e, "rank": rank, "start": e["start"] - start, "end": e["end"] - start}
-            for rank, of_rank in enumerate(events)
-            for e in of_rank
-        ]
-        schedule = self.schedule
-        head = {"style": schedule.style, "ranks": schedule.ranks, "microbatches": schedule.microbatches}
-        Path(path).write_text(json.dumps({**head, "chunks": schedule.chunks, "events": rows}))
+        if self.played is None:
+            raise UsageError(
+                explain(
+                    "save_trace: no batch has been run yet.",
+                    [("try", "booster.execute_pipeline first, then save_trace")],
+                )
+            )
+        schedule, record = self.played
+        events = all_gather_object([asdict(event) for event in record.events], self.axis)
+        attempt = Attempt(self.mesh, f"the trace was not written to {path}.")
+        with attempt:
+            if not self.mesh.world.rank:
+                _write_trace(Path(path), schedule, events)
+        attempt.agree()
+
+
+def _write_trace(path: Path, schedule: Schedule, events: list[list[dict[str, Any]]]) -> None:
+    """The file of a trace.
+
+    Args:
+        events: by rank.
+    """
+    start = min(event["start"] for of_rank in events for event in of_rank)
+    rows = [
+        {**event, "rank": rank, "start": event["start"] - start, "end": event["end"] - start}
+        for rank, of_rank in enumerate(events)
+        for event in of_rank
+    ]
+    head = {"style": schedule.style, "ranks": schedule.ranks, "microbatches": schedule.microbatches}
+    path.write_text(json.dumps({**head, "chunks": schedule.chunks, "events": rows}), encoding="utf-8")
 
 
 class _Logits:

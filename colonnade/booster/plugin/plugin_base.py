@@ -265,6 +265,7 @@ class DPPluginBase(Plugin):
 
     def save_model(self, model: nn.Module, path: str | Path, **kwargs: Any) -> None:  # type: ignore[override]
         boosted = boosted_model(model)
+        boosted.check_loaded()
         check_no_adapters(boosted.unwrap(), "save_model")
         checkpoint.save_model(boosted.unwrap(), path, self.mesh, config=boosted.original_config, **kwargs)
 
@@ -305,6 +306,7 @@ class DPPluginBase(Plugin):
         load_part(Training(lr_scheduler=lr_scheduler), path, self.mesh)
 
     def generate(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        boosted_model(model).check_loaded()
         return generate(boosted_model(model), self.mesh, *args, **kwargs)
 
     def support_lora(self) -> bool:
@@ -315,6 +317,7 @@ class DPPluginBase(Plugin):
 
     def save_lora_as_pretrained(self, model: nn.Module, path: str | Path, use_safetensors: bool = True) -> None:
         boosted = boosted_model(model)
+        boosted.check_loaded()
         check_lora_model(boosted.unwrap())
         checkpoint.save_adapters(boosted.unwrap(), path, self.mesh, use_safetensors=use_safetensors)
 
@@ -352,12 +355,19 @@ class DPPluginBase(Plugin):
         optimizer: ParallelOptimizer | None,
         config: Any,
         runner: nn.Module | None = None,
+        *,
+        unloaded: bool = False,
     ) -> BoostedModel:
-        """The boosted model around a model that has been split and placed."""
+        """The boosted model around a model that has been split and placed.
+
+        Args:
+            unloaded: it was on the meta device, and its weights are still to be loaded.
+        """
         boosted = BoostedModel(
             model, self.mesh, average, dtype=self.dtype, config=config, runner=runner, check_batches=self.check_batches
         )
         boosted.train(model.training)
+        boosted.unloaded = unloaded
         boosted.optimizers = [] if optimizer is None else [optimizer]
         if optimizer is not None:
             named = checkpoint.named_tensors(model)
@@ -412,26 +422,6 @@ def check_boostable(model: Any, optimizer: Any) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
             "LBFGS is not possible here: its step runs the model several times, by a closure. Take AdamW, or one of colonnade.optim."
-        )
-
-
-def check_in_memory(model: nn.Module) -> None:
-    """Refuse a model on the meta device, for strategies that start from its weights.
-
-    Raises:
-        UsageError: it is there, whole or in part.
-    """
-    absent = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
-    if absent:
-        raise UsageError(
-            explain(
-                f"{len(absent)} parameters and buffers of this {type(model).__name__} are on the meta device: they have no values.",
-                [
-                    ("for example", absent[0]),
-                    ("try", "TorchFSDPPlugin, which takes a model that was never in memory"),
-                    ("or", "build the model outside of torch.device('meta'), or by from_pretrained(path)"),
-                ],
-            )
         )
 
 

@@ -12,6 +12,8 @@ from colonnade.cluster.log import get_logger
 from colonnade.cluster.mesh import ParallelMesh
 from colonnade.cluster.streams import seed_replica
 from colonnade.comm.collectives import all_gather_object, broadcast
+from colonnade.errors import UsageError, explain
+from colonnade.model.lazy import materialise
 
 log = get_logger(__name__)
 
@@ -27,13 +29,27 @@ def start_alike(model: nn.Module, mesh: ParallelMesh) -> None:
     seed_replica(torch.initial_seed(), mesh.rank("dp"), mesh.rank("pp"))
 
 
+def put_in_place(model: nn.Module) -> None:
+    """Put a model that has been split on this process's device; one on the meta device gets memory for what is left of it."""
+    if any(p.is_meta for p in model.parameters()):
+        materialise(model, current_device(), current_device())
+    else:
+        model.to(current_device())
+
+
 def _same_weights(model: nn.Module, mesh: ParallelMesh) -> None:
     tensors = [*model.parameters(), *model.buffers()]
-    if any(t.is_meta for t in tensors):
+    fingerprint = [(t.shape, t.dtype, "meta" if t.is_meta else _checksum(t)) for t in tensors]
+    of_ranks = all_gather_object(fingerprint, mesh.world)
+    if all(other == fingerprint for other in of_ranks):
         return
-    fingerprint = [(t.shape, t.dtype, _checksum(t)) for t in tensors]
-    if all(other == fingerprint for other in all_gather_object(fingerprint, mesh.world)):
-        return
+    if any(kind == "meta" for of_rank in of_ranks for _, _, kind in of_rank):
+        raise UsageError(
+            explain(
+                f"some ranks have built this {type(model).__name__} on the meta device and others have not, or other parts of it.",
+                [("try", "the same on all ranks; load weights after boost, which reads only what a rank needs")],
+            )
+        )
     log.warning("the ranks built different weights; all take those of rank 0")
     for tensor in tensors:
         data = tensor.detach().to(current_device()).contiguous()  # the model may still be in host memory

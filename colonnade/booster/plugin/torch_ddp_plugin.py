@@ -18,14 +18,14 @@ from colonnade.booster.plugin.plugin_base import (
     DPPluginBase,
     boosted_model,
     check_boostable,
-    check_in_memory,
     pristine_config,
 )
-from colonnade.booster.plugin.start import start_alike
+from colonnade.booster.plugin.start import put_in_place, start_alike
 from colonnade.cluster.device import current_device
 from colonnade.cluster.mesh import Axis, ParallelMesh
 from colonnade.comm.collectives import all_gather, all_reduce_async, wait
 from colonnade.errors import ConfigError, explain
+from colonnade.model.lazy import check_all_or_none_meta
 from colonnade.precision.clipping import Clipping
 from colonnade.precision.loss_scale import LossScale
 from colonnade.precision.precision import DEFAULT_PRECISION, cast_parameters
@@ -100,11 +100,11 @@ class TorchDDPPlugin(DPPluginBase):
         lr_scheduler: Any = None,
     ) -> Boosted:
         check_boostable(model, optimizer)
-        check_in_memory(model)
+        is_meta = check_all_or_none_meta(model)
         config, average = pristine_config(model), LossAverage()
         start_alike(model, self.mesh)
         average_causal_loss(model, average)
-        model = model.to(current_device())
+        put_in_place(model)
         parallel_optimizer = None
         if optimizer is not None:
             parallel_optimizer = self.parallel(optimizer)
@@ -114,7 +114,7 @@ class TorchDDPPlugin(DPPluginBase):
         module = self._parallel(model)
         if parallel_optimizer is not None and module is not None:
             parallel_optimizer.reducer = UnsyncedGradients(module)
-        boosted = self.wrap(model, average, parallel_optimizer, config, module)
+        boosted = self.wrap(model, average, parallel_optimizer, config, module, unloaded=is_meta)
         return boosted, parallel_optimizer, criterion, dataloader, lr_scheduler
 
     def _parallel(self, model: nn.Module) -> "AveragingDDP | None":

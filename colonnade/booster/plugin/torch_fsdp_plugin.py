@@ -17,6 +17,7 @@ from colonnade.booster.plugin.start import start_alike
 from colonnade.cluster.mesh import ParallelMesh
 from colonnade.errors import ConfigError, explain
 from colonnade.fsdp import LocalShards, ShardedGradients, ShardOptions, check_shardable, shard_model
+from colonnade.model.lazy import check_all_or_none_meta
 from colonnade.precision.clipping import Clipping
 from colonnade.precision.loss_scale import LossScale
 from colonnade.precision.precision import DEFAULT_PRECISION, cast_parameters, parse_precision
@@ -92,6 +93,7 @@ class TorchFSDPPlugin(DPPluginBase):
     ) -> Boosted:
         check_boostable(model, optimizer)
         check_shardable(model, optimizer, self.mesh.axis("dp"))
+        is_meta = check_all_or_none_meta(model)
         config, average = pristine_config(model), LossAverage()
         start_alike(model, self.mesh)
         average_causal_loss(model, average)
@@ -105,7 +107,7 @@ class TorchFSDPPlugin(DPPluginBase):
             gradients = ShardedGradients(sharding)
             parallel_optimizer = self.parallel(optimizer, LocalShards(optimizer, self.mesh, gradients))
             parallel_optimizer.reducer = gradients
-        boosted = self.wrap(model, average, parallel_optimizer, config)
+        boosted = self.wrap(model, average, parallel_optimizer, config, unloaded=is_meta)
         boosted.in_step = True
         return boosted, parallel_optimizer, criterion, dataloader, lr_scheduler
 

@@ -66,6 +66,8 @@ class Training:
         Args:
             copied: into memory of its own, so that training can go on.
         """
+        if self.model is not None:
+            self.model.check_loaded()
         attempt = Attempt(mesh, f"the training state was not saved to {path}.", (NOT_SAVED,))
         items, objects, snapshot = Items(), {}, None
         with attempt:
