@@ -40,7 +40,7 @@ class Items:
     Args:
         shards: its parts of each tensor.
         names: first name → all names of a tensor.
-        numbers: name → key → what the optimizer keeps as one number for a parameter.
+        numbers: name → key → what the optimizer keeps as one number for a parameter, as `plain_number` gives it.
         groups: the optimizer's.
     """
 
@@ -74,7 +74,7 @@ def _add_optimizer(items: Items, optimizer: ParallelOptimizer) -> None:
         for key, shard in state.tensors.items():
             items.add(Key("optimizer", name, key), shard)
         if state.numbers:
-            items.numbers[name] = state.numbers
+            items.numbers[name] = {key: plain_number(value) for key, value in state.numbers.items()}
         if state.master is not None:
             items.add(Key("model", name), state.master)
     for group in optimizer.param_groups:

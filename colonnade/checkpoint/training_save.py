@@ -25,7 +25,7 @@ from colonnade.checkpoint.root import FILES, clear, folder_of, is_checkpoint, re
 from colonnade.checkpoint.spread import own_pieces
 from colonnade.checkpoint.staged_folder import StagedFolder, sync
 from colonnade.checkpoint.tensor_file import FileSum, TensorFile, checksum, write_tensors
-from colonnade.checkpoint.training_items import Items, merge_groups, merge_numbers, plain_number
+from colonnade.checkpoint.training_items import Items, merge_groups, merge_numbers
 from colonnade.cluster.mesh import Axis, ParallelMesh
 from colonnade.errors import CheckpointError, explain
 
@@ -64,7 +64,8 @@ class Snapshot:
     def copy(self) -> Snapshot:
         """Put the tensors into memory of their own, on the host, so that training can go on."""
         self.tensors = {key: tensor.to("cpu", copy=True) for key, tensor in self.tensors.items()}
-        self.objects, self.own = _copied(self.objects), _copied(self.own)
+        self.objects, self.own, self.items.groups = _copied((self.objects, self.own, self.items.groups))
+        self.items.shards = {}  # they are what training goes on with
         return self
 
 
@@ -131,9 +132,8 @@ def save_training(
         found = None
         with attempt:
             found = _write_own(snapshot, staging / name)
-        numbers = {of: {k: plain_number(v) for k, v in each.items()} for of, each in snapshot.items.numbers.items()}
         items = snapshot.items
-        told = attempt_agree(attempt, folder, (name, found, numbers, items.groups, items.names, snapshot.own))
+        told = attempt_agree(attempt, folder, (name, found, items.numbers, items.groups, items.names, snapshot.own))
         with attempt:
             if world.rank == WRITER:
                 _finish(snapshot, staging, told)

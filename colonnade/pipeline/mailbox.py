@@ -46,6 +46,10 @@ class Message(NamedTuple):
     border: int
     microbatch: int
 
+    def __str__(self) -> str:
+        what, source = ("hidden states", self.border - 1) if self.kind == "F" else ("gradients", self.border)
+        return f"the {what} of micro-batch {self.microbatch} from stage {source}"
+
 
 class _Arriving:
     """Tensors on their way to this rank."""

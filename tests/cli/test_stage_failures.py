@@ -89,6 +89,7 @@ def test_a_stage_that_fails_ends_the_job_with_its_own_words(tmp_path, fault, sty
     for file in tmp_path.glob("pid*"):
         assert not Path(f"/proc/{file.read_text()}").exists()
     page = err[err.index("colonnade run:") :]
+    assert "rank 1 of 2 failed" in page
     if fault in ("exit", "kill"):
         assert process.returncode == (3 if fault == "exit" else 128 + signal.SIGKILL)
         assert "SIGKILL" in page or "exit code 3" in page
