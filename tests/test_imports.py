@@ -42,7 +42,7 @@ BESIDE = "testing"  # may import every room; only these import it:
 USERS_OF_BESIDE = {"tools", "cli", "testing"}
 TOP = ""  # colonnade/__init__.py itself: gathers the public names; a room below the tools never imports from it
 
-IN_FUNCTIONS = {"transformers", "peft", "matplotlib", "numpy", "rich", "tokenizers"}
+IN_FUNCTIONS = {"transformers", "peft", "matplotlib", "numpy", "rich", "tokenizers", "fsspec"}
 POLICY_WORDS = {"colonnade.shardformer.words", "colonnade.shardformer.policy", "colonnade.shardformer.description"}
 
 

@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -147,6 +147,33 @@ def checksum(file: Path) -> FileSum:
     return FileSum(nbytes, crc)
 
 
+def parse_header(part: Callable[[int, int], bytes], size: int) -> tuple[dict[str, str], dict[str, Entry]]:
+    """The text and the tensors in the header of a file.
+
+    Args:
+        part: gives the bytes from one place to another.
+        size: length of the file in bytes.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is no such file, or cut short.
+    """
+    length = int.from_bytes(part(0, 8), "little")
+    if size < 8 or length + 8 > size:
+        raise ValueError(f"it has {size} bytes, which is less than its header")
+    header = json.loads(part(8, 8 + length))
+    about = header.pop("__metadata__", {})
+    entries = {}
+    for key, value in header.items():
+        start, end = value["data_offsets"]
+        if value["dtype"] not in DTYPES:
+            raise ValueError(f"{key} is of the format {value['dtype']}, which is not known here")
+        entry = Entry(DTYPES[value["dtype"]], tuple(value["shape"]), 8 + length + start)
+        if entry.nbytes != end - start or 8 + length + end > size:
+            raise ValueError(f"it has {size} bytes, and {key} should lie in bytes {entry.start} to {8 + length + end}")
+        entries[key] = entry
+    return about, entries
+
+
 class TensorFile:
     """A safetensors file, open for reading.
 
@@ -172,22 +199,7 @@ class TensorFile:
 
     def _read_header(self) -> dict[str, Entry]:
         size = os.fstat(self._descriptor).st_size
-        length = int.from_bytes(os.pread(self._descriptor, 8, 0), "little")
-        if size < 8 or length + 8 > size:
-            raise ValueError(f"it has {size} bytes, which is less than its header")
-        header = json.loads(os.pread(self._descriptor, length, 8))
-        self.about = header.pop("__metadata__", {})
-        entries = {}
-        for key, value in header.items():
-            start, end = value["data_offsets"]
-            if value["dtype"] not in DTYPES:
-                raise ValueError(f"{key} is of the format {value['dtype']}, which is not known here")
-            entry = Entry(DTYPES[value["dtype"]], tuple(value["shape"]), 8 + length + start)
-            if entry.nbytes != end - start or 8 + length + end > size:
-                raise ValueError(
-                    f"it has {size} bytes, and {key} should lie in bytes {entry.start} to {8 + length + end}"
-                )
-            entries[key] = entry
+        self.about, entries = parse_header(lambda start, stop: os.pread(self._descriptor, stop - start, start), size)
         return entries
 
     def read(self, key: str, start: Sequence[int], target: torch.Tensor) -> None:
@@ -289,6 +301,19 @@ def _leading(shape: Sequence[int], extent: Sequence[int]) -> int:
 
 def _said(error: BaseException) -> str:
     return str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
+
+
+def check_length(file: Path | str, nbytes: int, expected: FileSum) -> None:
+    """Whether a file has the length of the one that was written.
+
+    Raises:
+        CheckpointError: naming it, what was expected and what is there.
+    """
+    if nbytes != expected.nbytes:
+        found = "nothing" if nbytes < 0 else f"{nbytes} bytes"
+        raise CheckpointError(
+            explain(f"{file} is damaged.", [("expected", f"{expected.nbytes} bytes"), ("found", found)])
+        )
 
 
 def check_sum(file: Path, expected: FileSum, thorough: bool) -> None:

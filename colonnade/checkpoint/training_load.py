@@ -7,18 +7,19 @@ checked, and told to the other ranks, before anything is changed.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from colonnade.checkpoint.agreement import Attempt
-from colonnade.checkpoint.manifest import Chunk, Key, Manifest, StoredTensor, read_manifest
+from colonnade.checkpoint.manifest import MANIFEST, Chunk, Key, Manifest, StoredTensor, read_manifest
+from colonnade.checkpoint.remote import RemoteFolder, is_remote
 from colonnade.checkpoint.root import find_checkpoint
-from colonnade.checkpoint.tensor_file import KINDS, TensorFile, check_sum
+from colonnade.checkpoint.tensor_file import KINDS, TensorFile, check_length, check_sum
 from colonnade.checkpoint.training_items import number_from
 from colonnade.checkpoint.training_save import OBJECTS
 from colonnade.cluster.mesh import Axis
@@ -38,11 +39,13 @@ class Checkpoint:
         folder: where it lies.
         manifest: what it holds.
         objects: its Python objects.
+        file: gives a file of it, on this machine.
     """
 
     folder: Path
     manifest: Manifest
     objects: dict[str, Any]
+    file: Callable[[str], Path]
 
     def name_of(self, names: Sequence[str]) -> str | None:
         """The name by which it knows a tensor that has these; None where it does not."""
@@ -73,22 +76,33 @@ def open_checkpoint(path: str | os.PathLike[str], world: Axis, *, thorough: bool
         CheckpointError: on every rank; there is none, or a file is missing or damaged, or ranks see different ones.
     """
     attempt = Attempt(world, f"nothing was loaded from {os.fspath(path)}.", (UNCHANGED,))
-    folder = None
+    there, folder, found = None, None, None
     with attempt:
-        folder = find_checkpoint(path) if world.rank == 0 else None
+        there = RemoteFolder(path) if is_remote(path) else None
+        if world.rank == 0:
+            folder = find_checkpoint(path) if there is None else there.find()
     folder = attempt.agree(folder)[0]
-    found = None
     with attempt:
-        found = Checkpoint(folder, read_manifest(folder), {})
+        found = _opened(there, path, folder)
         files = list(found.manifest.files.items())
         for name, expected in files[world.rank :: world.size]:
-            check_sum(folder / name, expected, thorough)
+            if there is not None and not thorough:
+                check_length(f"{found.folder}/{name}", there.size(folder, name), expected)
+            else:
+                check_sum(found.file(name), expected, thorough)
     attempt.agree()
     assert found is not None  # else the exchange above has raised
     with attempt:
-        found.objects.update(torch.load(folder / OBJECTS, weights_only=True, map_location="cpu"))
+        found.objects.update(torch.load(found.file(OBJECTS), weights_only=True, map_location="cpu"))
     attempt.agree()
     return found
+
+
+def _opened(there: RemoteFolder | None, path: str | os.PathLike[str], folder: Any) -> Checkpoint:
+    if there is None:
+        return Checkpoint(folder, read_manifest(folder), {}, folder.joinpath)
+    there.get(folder, MANIFEST)
+    return Checkpoint(Path(f"{path}/{folder}"), read_manifest(there.local), {}, partial(there.get, folder))
 
 
 @dataclass(frozen=True)
@@ -135,7 +149,7 @@ def read_into(checkpoint: Checkpoint, targets: Iterable[tuple[Key, Shard]]) -> i
             by_file.setdefault(read.chunk.file, []).append(read)
     nbytes = 0
     for name, reads in sorted(by_file.items()):
-        with TensorFile(checkpoint.folder / name) as opened:
+        with TensorFile(checkpoint.file(name)) as opened:
             for read in reads:
                 _check(opened, read)
             for read in sorted(reads, key=lambda r: opened.entries[r.chunk.key].start):

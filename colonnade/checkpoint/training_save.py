@@ -14,17 +14,19 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from colonnade.checkpoint.agreement import Attempt
-from colonnade.checkpoint.manifest import Announced, Chunk, Key, Manifest, collect
+from colonnade.checkpoint.manifest import MANIFEST, Announced, Chunk, Key, Manifest, collect
+from colonnade.checkpoint.remote import RemoteFolder, is_remote
 from colonnade.checkpoint.root import FILES, clear, folder_of, is_checkpoint, remove_old, set_latest
 from colonnade.checkpoint.spread import own_pieces
 from colonnade.checkpoint.staged_folder import StagedFolder, sync
-from colonnade.checkpoint.tensor_file import FileSum, TensorFile, checksum, write_tensors
+from colonnade.checkpoint.tensor_file import Entry, FileSum, TensorFile, checksum, parse_header, write_tensors
 from colonnade.checkpoint.training_items import Items, merge_groups, merge_numbers
 from colonnade.cluster.mesh import Axis, ParallelMesh
 from colonnade.errors import CheckpointError, explain
@@ -32,6 +34,7 @@ from colonnade.errors import CheckpointError, explain
 WRITER = 0  # global rank
 OBJECTS = "state.pt"
 CONFIG = "model"  # folder with the model's config
+Header = tuple[dict[str, str], dict[str, Entry]]
 UNCHANGED = ("left", "no trace of this save; what was saved before is unchanged")
 
 
@@ -122,21 +125,21 @@ def save_training(
     Raises:
         CheckpointError: on every rank, where one fails; what was saved before is whole and unchanged.
     """
+    if is_remote(path):
+        return _save_remote(snapshot, path, world, keep_last)
     root = Path(os.path.realpath(path))
     target = folder_of(root, snapshot.step) if in_root else root
     folder = StagedFolder(target, is_checkpoint, FILES)
     attempt = Attempt(world, f"the training state was not saved to {os.fspath(path)}.", (UNCHANGED,))
     try:
         staging = _open(folder, attempt, world, root if in_root else None)
-        name = f"rank-{world.rank:05d}-of-{world.size:05d}.safetensors"
         found = None
         with attempt:
-            found = _write_own(snapshot, staging / name)
-        items = snapshot.items
-        told = attempt_agree(attempt, folder, (name, found, items.numbers, items.groups, items.names, snapshot.own))
+            found = _write_own(snapshot, staging / own_file(world))
+        told = attempt_agree(attempt, folder, _to_tell(snapshot, world, found))
         with attempt:
             if world.rank == WRITER:
-                _finish(snapshot, staging, told)
+                _finish(snapshot, staging, told, partial(_header_of, staging))
                 folder.commit()
                 if in_root:
                     set_latest(root, target)
@@ -145,6 +148,52 @@ def save_training(
     finally:
         folder.discard()
     return target
+
+
+def _save_remote(snapshot: Snapshot, path: str | os.PathLike[str], world: Axis, keep_last: int | None) -> Path:
+    """As `save_training`, into a store; see checkpoint/remote.py."""
+    attempt = Attempt(world, f"the training state was not saved to {os.fspath(path)}.", (UNCHANGED,))
+    there, name, found = None, "", None
+    with attempt:
+        there = RemoteFolder(path)
+        if world.rank == WRITER:
+            there.clear()
+            name = there.new_name(snapshot.step)
+    name = attempt.agree(name)[WRITER]
+    with attempt:
+        assert there is not None  # else the exchange has raised
+        found = _write_own(snapshot, there.local / own_file(world))
+        there.put(name, own_file(world))
+    told = attempt.agree(_to_tell(snapshot, world, found))
+    with attempt:
+        if world.rank == WRITER and there is not None:
+            _finish(snapshot, there.local, told, partial(_remote_header, there, name))
+            for file in (OBJECTS, *[CONFIG] * (snapshot.write_config is not None), MANIFEST):
+                there.put(name, file)
+            there.set_latest(name)
+            there.remove_old(keep_last, name)
+    attempt.agree()
+    return Path(os.fspath(path)) / name
+
+
+def own_file(world: Axis) -> str:
+    """Name of the file that this rank writes."""
+    return f"rank-{world.rank:05d}-of-{world.size:05d}.safetensors"
+
+
+def _to_tell(snapshot: Snapshot, world: Axis, found: FileSum | None) -> tuple[Any, ...]:
+    """What the writer has to know of this rank."""
+    items = snapshot.items
+    return own_file(world), found, items.numbers, items.groups, items.names, snapshot.own
+
+
+def _header_of(folder: Path, name: str) -> Header:
+    with TensorFile(folder / name) as opened:
+        return opened.about, opened.entries
+
+
+def _remote_header(there: RemoteFolder, folder: str, name: str) -> Header:
+    return parse_header(partial(there.head, folder, name), there.size(folder, name))
 
 
 def attempt_agree(attempt: Attempt, folder: StagedFolder, value: Any) -> list[Any]:
@@ -189,13 +238,16 @@ def _write_own(snapshot: Snapshot, file: Path) -> FileSum:
     return write_tensors(snapshot.tensors, file, {"chunks": json.dumps(chunks, separators=(",", ":"))})
 
 
-def _finish(snapshot: Snapshot, staging: Path, told: list[Any]) -> None:
-    """Write what there is once: the manifest, and Python objects."""
+def _finish(snapshot: Snapshot, staging: Path, told: list[Any], header_of: Callable[[str], Header]) -> None:
+    """Write what there is once: the manifest, and Python objects.
+
+    Args:
+        header_of: reads the header of a rank's file.
+    """
     files, numbers, groups, names, own = zip(*[(t[:2], *t[2:]) for t in told])
     announced: list[Announced] = []
     for name, _ in files:
-        with TensorFile(staging / name) as opened:
-            announced += _announced(opened, name)
+        announced += _announced(header_of(name), name)
     objects = dict(snapshot.objects)
     if "optimizer" in snapshot.parts:
         objects["numbers"] = merge_numbers(numbers)
@@ -209,10 +261,10 @@ def _finish(snapshot: Snapshot, staging: Path, told: list[Any]) -> None:
     Manifest(snapshot.step, collect(announced), all_names, sums, snapshot.parts, snapshot.about).write(staging)
 
 
-def _announced(opened: TensorFile, name: str) -> list[Announced]:
-    found = []
-    for text, (key, shape, offset) in json.loads(opened.about["chunks"]).items():
-        entry = opened.entries[text]
+def _announced(header: Header, name: str) -> list[Announced]:
+    found, (about, entries) = [], header
+    for text, (key, shape, offset) in json.loads(about["chunks"]).items():
+        entry = entries[text]
         found.append(Announced(Key(*key), tuple(shape), entry.dtype, Chunk(name, text, tuple(offset), entry.shape)))
     return found
 

@@ -15,6 +15,7 @@ from colonnade.booster.plugin.boosted_model import BoostedModel
 from colonnade.checkpoint.agreement import Attempt
 from colonnade.checkpoint.background import BACKGROUND
 from colonnade.checkpoint.manifest import Key
+from colonnade.checkpoint.remote import is_remote
 from colonnade.checkpoint.root import folder_of
 from colonnade.checkpoint.spread import stages_of
 from colonnade.checkpoint.training_items import Items, items_of, targets_of
@@ -194,7 +195,7 @@ def save_training_state(
     if asynchronous:
         world = BACKGROUND.world()
         BACKGROUND.start(partial(save_training, snapshot, path, world, keep_last=keep_last))
-        return folder_of(Path(os.path.realpath(path)), step)
+        return Path(path) if is_remote(path) else folder_of(Path(os.path.realpath(path)), step)
     return save_training(snapshot, path, mesh.world, keep_last=keep_last)
 
 
