@@ -193,13 +193,13 @@ def test_a_static_graph_is_learned_in_one_backward_that_reduces():
 
 
 class Normed(nn.Module):
-    """Layers with a BatchNorm, which keeps running statistics in buffers."""
+    """Layers with a BatchNorm, which keeps running statistics in buffers, and takes away what a bias before it adds."""
 
     def __init__(self):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(2)
-            self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+            self.first, self.norm, self.last = nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 4)
 
     def forward(self, x, target):
         out = self.last(torch.tanh(self.norm(self.first(x))))

@@ -111,5 +111,6 @@ def test_fused_projections_are_split_by_parts_and_saved_whole(family, tmp_path):
     for name in wanted.keys() & saved.keys():
         assert torch.equal(saved[name], wanted[name]), name
     loaded, x = type(model).from_pretrained(tmp_path / "model").eval(), ids(2, 12, vocab=VOCAB)
-    with torch.no_grad():
-        assert torch.equal(loaded(x).logits, model.eval()(x).logits)
+    assert [n for n, t in model.state_dict().items() if not torch.equal(t, loaded.state_dict()[n])] == []
+    with torch.no_grad():  # weights that lie elsewhere in memory may be multiplied by another kernel
+        torch.testing.assert_close(loaded(x).logits, model.eval()(x).logits, rtol=1e-5, atol=1e-5)
