@@ -2,12 +2,12 @@
 
     python benchmarks/checkpoint.py [--rounds 9] [--megabytes 96]
 
-Two processes with one thread each hold a Llama and AdamW's state for it under ZeRO-1, on each rank about so many megabytes to
-write. On the same disk:
+Two processes with one thread each share a Llama and AdamW's state for it by tensor parallelism, so that a rank writes what it
+reads, about so many megabytes. On the same disk:
 
     save, load                  booster.save, booster.load
     save_file + fsync           each rank writes the bytes that it writes in a save with safetensors' own function, and syncs
-    load_file + copy            each rank reads the file that it has written and copies all into memory that is there
+    load_file + copy            each rank reads the file that it has written and copies all to where it belongs
     stall                       what an asynchronous save takes of the training's time
     copy to host memory         of the tensors that a rank writes
     DCP save, DCP load          torch's distributed checkpoint of the same tensors in its own format, with its own fsync
@@ -34,7 +34,7 @@ from paired import Step, Target, about, measure, report, start
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from colonnade.booster import Booster
-from colonnade.booster.plugin import LowLevelZeroPlugin
+from colonnade.booster.plugin import HybridParallelPlugin
 from colonnade.booster.plugin.training_state import Training
 from colonnade.cli.run import start_workers
 
@@ -75,7 +75,7 @@ class Job:
             hidden_size=hidden, intermediate_size=1408, num_hidden_layers=layers, num_attention_heads=8,
             num_key_value_heads=8, vocab_size=2048, use_cache=False, tie_word_embeddings=False,
         )  # fmt: skip
-        self.booster = Booster(plugin=LowLevelZeroPlugin(stage=1, precision="fp32"))
+        self.booster = Booster(plugin=HybridParallelPlugin(tp_size=RANKS, precision="fp32"))
         model = LlamaForCausalLM(config)
         self.model, self.optimizer, *_ = self.booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
         ids = torch.randint(0, 2048, (1, 32))

@@ -141,11 +141,14 @@ def _unknown(optimizer: Optimizer, key: str, value: torch.Tensor, layout: Tensor
 
 
 def new_state(
-    optimizer: Any, group: Mapping[str, Any], param: nn.Parameter, tensor: nn.Parameter, saved: SavedState
+    optimizer: Any, group: Mapping[str, Any], param: nn.Parameter, tensor: nn.Parameter, saved: SavedState, old: State
 ) -> tuple[State, dict[str, Shard]]:
     """Memory for a state that was saved, and what of it is to be filled.
 
     What is smaller than its parameter is taken back whole: an optimizer that splits it cuts it at its next step.
+
+    Args:
+        old: the state until now, whose memory is used again where it fits.
     """
     layout, local = layout_of(param), local_of(tensor.detach())
     state = numbers_for(saved.numbers, group, local.device)
@@ -153,12 +156,19 @@ def new_state(
     for key, (shape, dtype) in saved.tensors.items():
         reduced = hasattr(optimizer, "keeps_reduced") and optimizer.keeps_reduced(group, key)
         if tuple(shape) == layout.shape and not reduced:
-            state[key] = torch.zeros_like(local, dtype=dtype)
+            state[key] = memory_like(local, dtype, old.get(key))
             targets[key] = Shard(layout.shape, dtype, pieces_of(state[key], layout), layout.sharded_axes)
         else:
             state[key] = torch.zeros(shape, dtype=dtype, device=local.device)
             targets[key] = Shard(tuple(shape), dtype, [Piece((0,) * len(shape), state[key])])
     return state, targets
+
+
+def memory_like(tensor: torch.Tensor, dtype: torch.dtype, old: Any) -> torch.Tensor:
+    """Memory of the shape of a tensor, in a format: that of an old state where it fits, else new, which is zero."""
+    if isinstance(old, torch.Tensor) and (old.shape, old.dtype, old.device) == (tensor.shape, dtype, tensor.device):
+        return old
+    return torch.zeros_like(tensor, dtype=dtype)
 
 
 def numbers_for(numbers: Mapping[str, Any], group: Mapping[str, Any], device: torch.device) -> State:

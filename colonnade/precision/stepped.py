@@ -99,10 +99,11 @@ class Stepped(ABC):
         copied, found = self.copied(), []
         with self._pairs() as pairs:
             for group, param, tensor in pairs:
-                self.optimizer.state.pop(tensor, None)
+                old = self.optimizer.state.pop(tensor, {})
                 there, targets = saved(param), dict[str, Shard]()
                 if there is not None:
-                    self.optimizer.state[tensor], targets = new_state(self.optimizer, group, param, tensor, there)
+                    made = new_state(self.optimizer, group, param, tensor, there, old)
+                    self.optimizer.state[tensor], targets = made
                 found.append(
                     ParameterState(param, targets, {}, whole_shard(param, tensor) if param in copied else None)
                 )

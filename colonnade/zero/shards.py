@@ -179,8 +179,6 @@ class FlatShards(Stepped):
 
     def restore(self, saved: Callable[[nn.Parameter], SavedState | None]) -> list[ParameterState]:
         there = {param: saved(param) for unit in self._all_units() for param in unit.params}
-        for unit in self._all_units():
-            self.optimizer.state.pop(unit.tensor, None)
         kinds = {param: repr(state) for param, state in there.items()}
         self._cut(lambda unit, piece: kinds[piece.param])
         found = []

@@ -29,6 +29,7 @@ from colonnade.precision.state import (
     State,
     holder_position,
     is_of_entries,
+    memory_like,
     new_state,
     numbers_for,
     state_of,
@@ -115,18 +116,23 @@ class Unit:
     def restored(
         self, optimizer: Optimizer, group: dict[str, Any], saved: SavedState | None, copied: bool
     ) -> tuple[State, list[ParameterState]]:
-        """A state with memory for what was saved, the same kind for all of its parameters; and what is to be filled."""
+        """A state with memory for what was saved, the same kind for all of its parameters; and what is to be filled.
+
+        The state until now is forgotten, and its memory used again where it fits.
+        """
+        old = optimizer.state.pop(self.tensor, {})
         if self.bucket.storage.plan.whole:
             param = self.pieces[0].param
             state, tensors = State(), dict[str, Shard]()
             if saved is not None:
-                state, tensors = new_state(optimizer, group, param, self.tensor, saved)
+                state, tensors = new_state(optimizer, group, param, self.tensor, saved, old)
             master = whole_shard(param, self.tensor) if copied else None
             return state, [ParameterState(param, tensors, {}, master)]
         state, flat = State(), dict[str, torch.Tensor]()
         if saved is not None:
             state = numbers_for(saved.numbers, group, self.tensor.device)
-            flat = {key: torch.zeros_like(self.tensor, dtype=of.dtype).detach() for key, of in saved.tensors.items()}
+            like = self.tensor.detach()
+            flat = {key: memory_like(like, of.dtype, old.get(key)) for key, of in saved.tensors.items()}
         found = []
         for piece in self.pieces:
             tensors = {key: self._shard(piece, value, None) for key, value in flat.items()}

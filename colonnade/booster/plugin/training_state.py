@@ -74,8 +74,10 @@ class Training:
         with attempt:
             items = items_of(None if self.model is None else self.model.unwrap(), self.optimizer, mesh)
             objects = self._objects()
-        held = attempt.agree(list(items.shards) if mesh.size("pp") > 1 else [])
-        stages = stages_of([held[rank] for rank in mesh.axis("pp").ranks])
+        stages: Mapping[Key, Sequence[int]] = {}
+        if mesh.size("pp") > 1:
+            held = attempt.agree(list(items.shards))
+            stages = stages_of([held[rank] for rank in mesh.axis("pp").ranks])
         own: dict[str, Any] = {}
         if with_random and mesh.rank("tp") == mesh.rank("sp") == 0:
             own = {"place": {axis: mesh.rank(axis) for axis in LIKE_RANK}, "random": random_state()}
