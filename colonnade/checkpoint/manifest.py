@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,8 +95,9 @@ class Manifest:
         return {key: tensor for key, tensor in self.tensors.items() if key.part == part}
 
     def write(self, folder: Path) -> None:
-        """Write it into a folder."""
-        (folder / MANIFEST).write_text(json.dumps(self._as_json(), separators=(",", ":")) + "\n", encoding="utf-8")
+        """Write it into a folder, with a check sum of itself."""
+        content = self._as_json()
+        (folder / MANIFEST).write_text(_text(content | {"crc": _crc(content)}), encoding="utf-8")
 
     def _as_json(self) -> dict[str, Any]:
         files = list(self.files)
@@ -115,6 +117,28 @@ class Manifest:
         }
 
 
+def _text(content: Any) -> str:
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=True)
+
+
+def _crc(content: Any) -> str:
+    return f"{zlib.crc32(_text(content).encode()):08x}"
+
+
+def _checked(text: str) -> Any:
+    """The content of a manifest, if it is what was written, byte by byte.
+
+    Raises:
+        ValueError: it is not.
+    """
+    content = json.loads(text)
+    if content["format"] != FORMAT:
+        raise ValueError(f'it says format "{content["format"]}", not "{FORMAT}"')
+    if _text(content) != text or content.pop("crc") != _crc(content):
+        raise ValueError("it is damaged: its check sum is another")
+    return content
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint.
 
@@ -123,9 +147,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     file = folder / MANIFEST
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if found["format"] != FORMAT:
-            raise ValueError(f'it says format "{found["format"]}", not "{FORMAT}"')
+        found = _checked(file.read_text(encoding="utf-8"))
         version = int(found["version"])
         if version <= VERSION:
             return _from_json(found)

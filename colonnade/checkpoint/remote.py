@@ -81,6 +81,7 @@ class RemoteFolder:
         """
         there, here = f"{self.root}/{name}/{file}" if name else f"{self.root}/{file}", self.local / file
         if not here.exists():
+            here.parent.mkdir(parents=True, exist_ok=True)
             try:
                 self.files.get_file(there, str(here))
             except OSError as error:

@@ -257,6 +257,8 @@ def _finish(snapshot: Snapshot, staging: Path, told: list[Any], header_of: Calla
     if snapshot.write_config is not None:
         (staging / CONFIG).mkdir()
         snapshot.write_config(staging / CONFIG)
+        written = sorted(file for file in (staging / CONFIG).rglob("*") if file.is_file())
+        sums |= {file.relative_to(staging).as_posix(): checksum(file) for file in written}
     all_names = {first: of for each in names for first, of in each.items()}
     Manifest(snapshot.step, collect(announced), all_names, sums, snapshot.parts, snapshot.about).write(staging)
 

@@ -17,6 +17,7 @@ from torch.optim import SGD, AdamW
 
 from colonnade.booster import Booster
 from colonnade.booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from colonnade.checkpoint import manifest as checkpoint_manifest
 from colonnade.checkpoint import training_save
 from colonnade.checkpoint.root import steps_in
 from colonnade.checkpoint.tensor_file import TensorFile, write_tensors
@@ -123,7 +124,11 @@ def test_damaged_files_are_named_on_every_rank(tmp_path):
     file.unlink()
     all_say(file.name, "cannot be read", "No such file")
     file.write_bytes(good)
-    (step / "checkpoint.json").write_text(manifest.replace('"version":1', '"version":7'))
+    (step / "checkpoint.json").write_text(manifest.replace('"step":3', '"step":4'))
+    all_say("checkpoint.json", "damaged")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint_manifest, "VERSION", 7)
+        checkpoint_manifest.Manifest(3, {}, {}, {}, ()).write(step)
     all_say("newer format", "version 7", "a newer colonnade")
     (step / "checkpoint.json").write_text(manifest[:-50])
     all_say("checkpoint.json", "no manifest of a training checkpoint")
@@ -153,8 +158,8 @@ def test_a_file_with_other_tensors_than_the_manifest_says_is_named(tmp_path):
     manifest["files"] = [
         [n, made.nbytes, f"{made.crc:08x}"] if n == file.name else [n, *r] for n, *r in manifest["files"]
     ]
-    manifest.pop("crc", None)
-    path.write_text(json.dumps(manifest))
+    manifest.pop("crc")
+    path.write_text(checkpoint_manifest._text(manifest | {"crc": checkpoint_manifest._crc(manifest)}))
     run_on_ranks(2, mixture, str(tmp_path))
 
 
@@ -383,6 +388,7 @@ JOB = """
 import sys, torch, colonnade
 from colonnade.booster import Booster
 from colonnade.booster.plugin import TorchDDPPlugin
+from colonnade.checkpoint import manifest as checkpoint_manifest
 from colonnade.checkpoint import training_save
 
 colonnade.launch_from_torch()

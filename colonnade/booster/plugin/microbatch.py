@@ -22,7 +22,7 @@ from colonnade.booster.plugin.batches import batch_rows, count_targets, join_out
 from colonnade.booster.plugin.boosted_model import BoostedModel, zero_from
 from colonnade.cluster.device import current_device
 from colonnade.comm.collectives import all_gather
-from colonnade.errors import ShapeError, UsageError
+from colonnade.errors import ShapeError, UsageError, explain
 from colonnade.precision.optimizer import ParallelOptimizer
 
 
@@ -61,7 +61,7 @@ def run_microbatches(
             if trained is not None and index + 1 < len(parts):
                 stack.enter_context(no_sync())
             output = run_on(model, part)
-            loss = criterion(output, part) if criterion is not None else own_loss(output)
+            loss = loss_from(criterion, output, part) if return_loss or trained is not None else None
             weight = weights[index]
             if weight and loss is not None:
                 loss = loss.float() * weight  # in 16 bits the sum over micro-batches would be rounded
@@ -119,6 +119,25 @@ def own_loss(output: Any) -> torch.Tensor:
             "the model returned no loss: give labels in the batch, or a criterion(outputs, inputs) to execute_pipeline."
         )
     return loss
+
+
+def loss_from(criterion: Callable[[Any, Any], torch.Tensor] | None, output: Any, part: Any) -> torch.Tensor:
+    """The loss of a micro-batch, a scalar.
+
+    Args:
+        criterion: the user's; None where the model computes its own.
+        output: of the model.
+        part: the micro-batch.
+
+    Raises:
+        UsageError: there is none, or it is no tensor of one entry.
+    """
+    loss = own_loss(output) if criterion is None else criterion(output, part)
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss.reshape(())
+    kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+    rows = [("rule", "the loss of a micro-batch is one number"), ("try", "the mean over its targets: loss.mean()")]
+    raise UsageError(explain(f"{'the criterion' if criterion else 'the model'} gave {kind} for a loss.", rows))
 
 
 def detached(output: Any) -> Any:

@@ -21,7 +21,7 @@ from colonnade.booster.plugin.batches import (
     take_rows,
 )
 from colonnade.booster.plugin.boosted_model import BoostedModel, zero_from
-from colonnade.booster.plugin.microbatch import Shares, detached, own_loss, run_on
+from colonnade.booster.plugin.microbatch import Shares, detached, loss_from, run_on
 from colonnade.booster.plugin.pipeline_options import PipelineOptions
 from colonnade.checkpoint.agreement import Attempt
 from colonnade.cluster.device import current_device
@@ -368,7 +368,7 @@ class _Step:
             self.made[index] = detached(output)
         if not self.wants_loss:
             return None
-        loss = self.criterion(output, self.parts[index]) if self.criterion is not None else own_loss(output)
+        loss = loss_from(self.criterion, output, self.parts[index])
         weight = self.shares.weights[index]
         if weight:
             loss = loss.float() * weight
