@@ -66,13 +66,13 @@ class Job:
 
     def __init__(self, megabytes: int, folder: Path) -> None:
         self.folder, self.rank = folder, dist.get_rank()
-        hidden = 512
+        hidden = 1024
         layers = max(
-            1, round((megabytes * RANKS * 2**20 / 12 - 2 * 2048 * hidden) / (4 * hidden**2 + 3 * hidden * 1408))
+            1, round((megabytes * RANKS * 2**20 / 12 - 2 * 2048 * hidden) / (4 * hidden**2 + 3 * hidden * 2816))
         )
         torch.manual_seed(0)
         config = LlamaConfig(
-            hidden_size=hidden, intermediate_size=1408, num_hidden_layers=layers, num_attention_heads=8,
+            hidden_size=hidden, intermediate_size=2816, num_hidden_layers=layers, num_attention_heads=8,
             num_key_value_heads=8, vocab_size=2048, use_cache=False, tie_word_embeddings=False,
         )  # fmt: skip
         self.booster = Booster(plugin=HybridParallelPlugin(tp_size=RANKS, precision="fp32"))

@@ -79,6 +79,7 @@ class Manifest:
         tensors: where each lies.
         names: first name → all names of a tied weight.
         files: lengths and check sums.
+        numbers: name of a parameter → key → what the optimizer keeps for it as one number.
         parts: what it holds: "model", "optimizer", "lr_scheduler", "dataloader", "random", "extra".
         about: how it was made, for people: layout, optimizer, versions.
     """
@@ -89,6 +90,7 @@ class Manifest:
     files: Mapping[str, FileSum]
     parts: tuple[str, ...]
     about: Mapping[str, Any] = field(default_factory=dict)
+    numbers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def of_part(self, part: str) -> dict[Key, StoredTensor]:
         """The tensors of the model, or of the optimizer."""
@@ -101,7 +103,7 @@ class Manifest:
 
     def _as_json(self) -> dict[str, Any]:
         files = list(self.files)
-        numbers = {name: number for number, name in enumerate(files)}
+        places = {name: number for number, name in enumerate(files)}
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -109,9 +111,10 @@ class Manifest:
             "parts": self.parts,
             "about": dict(self.about),
             "files": [[name, found.nbytes, f"{found.crc:08x}"] for name, found in self.files.items()],
+            "numbers": {name: dict(found) for name, found in self.numbers.items()},
             "names": [list(names) for names in self.names.values() if len(names) > 1],
             "tensors": [
-                [*key, KINDS[t.dtype], t.shape, [[numbers[c.file], c.key, c.offset, c.extent] for c in t.chunks]]
+                [*key, KINDS[t.dtype], t.shape, [[places[c.file], c.key, c.offset, c.extent] for c in t.chunks]]
                 for key, t in self.tensors.items()
             ],
         }
@@ -176,6 +179,7 @@ def _from_json(found: Any) -> Manifest:
         {name: FileSum(nbytes, int(crc, 16)) for name, nbytes, crc in found["files"]},
         tuple(found["parts"]),
         found["about"],
+        found["numbers"],
     )
 
 

@@ -104,12 +104,12 @@ def clear(root: Path) -> None:
         entry.unlink(missing_ok=True)
 
 
-def remove_old(root: Path, keep_last: int | None, latest: Path) -> None:
-    """Remove all but the last checkpoints."""
+def take_out_old(root: Path, keep_last: int | None, latest: Path) -> list[Path]:
+    """Rename all but the last checkpoints to hidden names; these, to be removed."""
     if keep_last is None:
-        return
-    older = [folder for folder in steps_in(root).values() if folder != latest]
+        return []
+    older, gone = [folder for folder in steps_in(root).values() if folder != latest], []
     for folder in older[: max(0, len(older) - (keep_last - 1))]:
-        gone = folder.with_name(f".{folder.name}.removed-{uuid.uuid4().hex[:8]}")
-        os.rename(folder, gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        gone.append(folder.with_name(f".{folder.name}.removed-{uuid.uuid4().hex[:8]}"))
+        os.rename(folder, gone[-1])
+    return gone

@@ -90,8 +90,14 @@ class StagedFolder:
             elif complete.exists():
                 shutil.rmtree(complete)
 
-    def commit(self) -> None:
+    def commit(self, keep_previous: bool = False) -> list[Path]:
         """Put the written folder in the target's place, with the files of the earlier one that are not replaced.
+
+        Args:
+            keep_previous: leave it to the caller to remove the earlier folder.
+
+        Returns:
+            The earlier folder under its hidden name, where it was left.
 
         Raises:
             OSError: where a step fails; the earlier folder is then in its place again.
@@ -107,7 +113,10 @@ class StagedFolder:
             raise
         sync(self.target.parent)
         # The new checkpoint is in place: what cannot be removed now is left to the next save.
+        if keep_previous:
+            return [self.previous] if self.previous.is_dir() else []
         shutil.rmtree(self.previous, ignore_errors=True)
+        return []
 
     def _exchange(self) -> None:
         replaces = has_entries(self.target)

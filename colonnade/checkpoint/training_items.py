@@ -111,19 +111,23 @@ def targets_of(model: nn.Module) -> tuple[dict[str, Shard], dict[str, Names]]:
 
 
 def plain_number(value: Any) -> Any:
-    """A number in a form of few bytes: a tensor without dims as its format and its value; see `number_from`."""
-    if isinstance(value, torch.Tensor):
-        if value.dim():
-            raise CheckpointError(f"a tensor of shape {tuple(value.shape)} is no number")
-        return ("tensor", str(value.dtype).removeprefix("torch."), value.item())
-    return value
+    """A number in a form that JSON has: a tensor without dims as its format and its value; see `number_from`.
+
+    Raises:
+        CheckpointError: it is no number.
+    """
+    if isinstance(value, torch.Tensor) and not value.dim():
+        return ["tensor", str(value.dtype).removeprefix("torch."), value.item()]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise CheckpointError(
+        f"an optimizer keeps {type(value).__name__} {value!r:.60}, which is neither a tensor nor a number."
+    )
 
 
 def number_from(value: Any) -> Any:
     """The number that `plain_number` was given."""
-    if isinstance(value, tuple) and len(value) == 3 and value[0] == "tensor":
-        return torch.tensor(value[2], dtype=getattr(torch, value[1]))
-    return value
+    return torch.tensor(value[2], dtype=getattr(torch, value[1])) if isinstance(value, list) else value
 
 
 def merge_numbers(of_ranks: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:

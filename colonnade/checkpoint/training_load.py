@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,11 @@ class Checkpoint:
 
     @cached_property
     def _known(self) -> set[str]:
-        return {key.name for key in self.manifest.tensors} | self.objects.get("numbers", {}).keys()
+        return {key.name for key in self.manifest.tensors} | self.manifest.numbers.keys()
 
     def numbers_of(self, name: str) -> dict[str, Any]:
         """What the optimizer kept as one number for a parameter."""
-        return {key: number_from(value) for key, value in self.objects.get("numbers", {}).get(name, {}).items()}
+        return {key: number_from(value) for key, value in self.manifest.numbers.get(name, {}).items()}
 
 
 def open_checkpoint(path: str | os.PathLike[str], world: Axis, *, thorough: bool = False) -> Checkpoint:
@@ -85,16 +85,14 @@ def open_checkpoint(path: str | os.PathLike[str], world: Axis, *, thorough: bool
     with attempt:
         found = _opened(there, path, folder)
         files = list(found.manifest.files.items())
-        for name, expected in files[world.rank :: world.size]:
+        for name, expected in [*files[world.rank :: world.size], (OBJECTS, found.manifest.files[OBJECTS])]:
             if there is not None and not thorough:
                 check_length(f"{found.folder}/{name}", there.size(folder, name), expected)
             else:
                 check_sum(found.file(name), expected, thorough)
-    attempt.agree()
-    assert found is not None  # else the exchange above has raised
-    with attempt:
         found.objects.update(torch.load(found.file(OBJECTS), weights_only=True, map_location="cpu"))
     attempt.agree()
+    assert found is not None  # else the exchange above has raised
     return found
 
 
@@ -119,6 +117,10 @@ def reads_for(stored: StoredTensor, pieces: Iterable[Piece]) -> Iterator[Read]:
     """What has to be read to fill boxes of a logical tensor."""
     for offset, target in pieces:
         if not target.numel():
+            continue
+        whole = [c for c in stored.chunks if c.offset == offset and c.extent == target.shape]
+        if whole:
+            yield Read(whole[0], stored, (0,) * len(offset), target)
             continue
         for chunk in _distinct(stored.chunks):
             first = [max(a, b) for a, b in zip(offset, chunk.offset)]
@@ -179,26 +181,29 @@ class Match:
     """Which stored tensor fills which of this rank's.
 
     Args:
-        targets: what will be read.
         missing: names that the checkpoint has nothing for.
         claimed: tensors of the checkpoint that this rank has a place for.
         wrong: tensors that do not fit: (tensor, expected, found).
     """
 
-    targets: list[tuple[Key, Shard]]
-    missing: list[str]
-    claimed: set[Key]
-    wrong: list[tuple[str, str, str]]
+    missing: list[str] = field(default_factory=list)
+    claimed: set[Key] = field(default_factory=set)
+    wrong: list[tuple[str, str, str]] = field(default_factory=list)
 
 
-def match_model(checkpoint: Checkpoint, shards: Mapping[str, Shard], names: Mapping[str, tuple[str, ...]]) -> Match:
+def match_model(
+    checkpoint: Checkpoint, shards: Mapping[str, Shard], names: Mapping[str, tuple[str, ...]]
+) -> tuple[Match, list[tuple[Key, Shard]]]:
     """Find the weights of a model in a checkpoint.
 
     Args:
         shards: this rank's tensors, by first name.
         names: all their names.
+
+    Returns:
+        What fits and what does not, and what is to be read.
     """
-    match = Match([], [], set(), [])
+    match, targets = Match(), list[tuple[Key, Shard]]()
     for first, shard in shards.items():
         name = checkpoint.name_of(names[first])
         key = Key("model", name or first)
@@ -207,29 +212,23 @@ def match_model(checkpoint: Checkpoint, shards: Mapping[str, Shard], names: Mapp
             match.missing.append(first)
             continue
         match.claimed.add(key)
-        match.targets.append((key, shard))
+        targets.append((key, shard))
         if stored.shape != tuple(shard.shape):
             match.wrong.append((first, f"shape {tuple(shard.shape)}", f"shape {stored.shape}"))
         elif stored.dtype.is_floating_point != shard.dtype.is_floating_point:
             match.wrong.append((first, str(shard.dtype), str(stored.dtype)))
-    return match
+    return match, targets
 
 
-def check_match(
-    attempt: Attempt, checkpoint: Checkpoint, match: Match, part: str, strict: bool
-) -> tuple[list[str], list[str]]:
-    """Tell all ranks what does not fit, before anything has been changed. All ranks call it.
-
-    Returns:
-        Missing and unexpected names.
+def check_match(checkpoint: Checkpoint, told: Sequence[Match], part: str, strict: bool) -> None:
+    """What all ranks have found together.
 
     Raises:
-        CheckpointError: on every rank; a shape or a format differs, or `strict` and names are missing or unexpected.
+        CheckpointError: the same on every rank; a shape or a format differs, or `strict` and names are missing or unexpected.
     """
-    told = attempt.agree((match.missing, match.claimed, match.wrong))
-    missing = list(dict.fromkeys(name for each, _, _ in told for name in each))
-    claimed = set().union(*(each for _, each, _ in told))
-    wrong = list(dict.fromkeys(row for _, _, rows in told for row in rows))
+    missing = list(dict.fromkeys(name for each in told for name in each.missing))
+    claimed = set().union(*(each.claimed for each in told))
+    wrong = list(dict.fromkeys(row for each in told for row in each.wrong))
     unexpected = [str(key) for key in checkpoint.manifest.of_part(part) if key not in claimed]
     if wrong or (strict and (missing or unexpected)):
         rows = [(name, f"this {part} has {expected}, the checkpoint {found}") for name, expected, found in wrong[:5]]
@@ -240,7 +239,6 @@ def check_match(
                 unexpected
             )
         raise CheckpointError(explain(f"{checkpoint.folder} does not fit the {part}.", [*rows, UNCHANGED]))
-    return missing, unexpected
 
 
 def _some(names: Sequence[str]) -> str:

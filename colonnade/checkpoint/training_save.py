@@ -12,6 +12,7 @@ import io
 import json
 import os
 import platform
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,10 +21,10 @@ from typing import Any
 
 import torch
 
-from colonnade.checkpoint.agreement import Attempt
+from colonnade.checkpoint.agreement import Attempt, agree
 from colonnade.checkpoint.manifest import MANIFEST, Announced, Chunk, Key, Manifest, collect
 from colonnade.checkpoint.remote import RemoteFolder, is_remote
-from colonnade.checkpoint.root import FILES, clear, folder_of, is_checkpoint, remove_old, set_latest
+from colonnade.checkpoint.root import FILES, clear, folder_of, is_checkpoint, set_latest, take_out_old
 from colonnade.checkpoint.spread import own_pieces
 from colonnade.checkpoint.staged_folder import StagedFolder, sync
 from colonnade.checkpoint.tensor_file import Entry, FileSum, TensorFile, checksum, parse_header, write_tensors
@@ -132,7 +133,7 @@ def save_training(
     folder = StagedFolder(target, is_checkpoint, FILES)
     attempt = Attempt(world, f"the training state was not saved to {os.fspath(path)}.", (UNCHANGED,))
     try:
-        staging = _open(folder, attempt, world, root if in_root else None)
+        staging, old = _open(folder, attempt, world, root if in_root else None), list[Path]()
         found = None
         with attempt:
             found = _write_own(snapshot, staging / own_file(world))
@@ -140,14 +141,26 @@ def save_training(
         with attempt:
             if world.rank == WRITER:
                 _finish(snapshot, staging, told, partial(_header_of, staging))
-                folder.commit()
+                old = folder.commit(keep_previous=True)
                 if in_root:
                     set_latest(root, target)
-                    remove_old(root, keep_last, target)
-        attempt_agree(attempt, folder, None)
+                    old += take_out_old(root, keep_last, target)
+        old = attempt_agree(attempt, folder, old)[WRITER]
     finally:
         folder.discard()
+    remove_together(old, world)
     return target
+
+
+def remove_together(folders: Sequence[Path], world: Axis) -> None:
+    """Remove folders that have been taken out already, each rank its share of the files: large ones take time."""
+    files = sorted(file for folder in folders for file in folder.rglob("*") if not file.is_dir())
+    for file in files[world.rank :: world.size]:
+        file.unlink(missing_ok=True)
+    if folders:
+        agree(None, world)
+        for folder in folders if world.rank == WRITER else ():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _save_remote(snapshot: Snapshot, path: str | os.PathLike[str], world: Axis, keep_last: int | None) -> Path:
@@ -250,7 +263,6 @@ def _finish(snapshot: Snapshot, staging: Path, told: list[Any], header_of: Calla
         announced += _announced(header_of(name), name)
     objects = dict(snapshot.objects)
     if "optimizer" in snapshot.parts:
-        objects["numbers"] = merge_numbers(numbers)
         objects["groups"] = [(group.options, group.names) for group in merge_groups(groups)]
     objects["own"] = list(own)
     sums = dict(files) | {OBJECTS: _write_objects(objects, staging / OBJECTS)}
@@ -260,7 +272,8 @@ def _finish(snapshot: Snapshot, staging: Path, told: list[Any], header_of: Calla
         written = sorted(file for file in (staging / CONFIG).rglob("*") if file.is_file())
         sums |= {file.relative_to(staging).as_posix(): checksum(file) for file in written}
     all_names = {first: of for each in names for first, of in each.items()}
-    Manifest(snapshot.step, collect(announced), all_names, sums, snapshot.parts, snapshot.about).write(staging)
+    kept = merge_numbers(numbers)
+    Manifest(snapshot.step, collect(announced), all_names, sums, snapshot.parts, snapshot.about, kept).write(staging)
 
 
 def _announced(header: Header, name: str) -> list[Announced]:

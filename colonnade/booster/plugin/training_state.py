@@ -126,18 +126,18 @@ class Training:
         world = mesh.world
         checkpoint = open_checkpoint(path, world, thorough=thorough)
         attempt = Attempt(world, f"nothing was loaded from {path}.", (UNCHANGED,))
-        targets: list[tuple[Key, Shard]] = []
+        match, targets, groups = Match(), list[tuple[Key, Shard]](), list[set[str]]()
         with attempt:
             self._check_parts(checkpoint)
+            if self.model is not None:
+                match, targets = match_model(checkpoint, *targets_of(self.model.unwrap()))
+            if self.optimizer is not None:
+                groups = groups_of(checkpoint, self.optimizer, strict)
+        told = attempt.agree((match, groups))
         if self.model is not None:
-            match = Match([], [], set(), [])
-            with attempt:
-                match = match_model(checkpoint, *targets_of(self.model.unwrap()))
-            check_match(attempt, checkpoint, match, "model", strict)
-            targets += match.targets
+            check_match(checkpoint, [each for each, _ in told], "model", strict)
         if self.optimizer is not None:
-            check_optimizer(attempt, checkpoint, self.optimizer, strict)
-        attempt.agree()
+            check_groups(checkpoint, [each for _, each in told])
         attempt = Attempt(world, f"reading {checkpoint.folder} failed in the middle of a load.", (MIXED,))
         with attempt:
             if self.optimizer is not None:
@@ -263,43 +263,47 @@ def set_state(value: Any, state: Any) -> None:
         value.load_state_dict(state)
 
 
-def check_optimizer(attempt: Attempt, checkpoint: Checkpoint, optimizer: ParallelOptimizer, strict: bool) -> None:
-    """Compare an optimizer with the one that was saved, on all ranks, before anything has been changed.
+def groups_of(checkpoint: Checkpoint, optimizer: ParallelOptimizer, strict: bool) -> list[set[str]]:
+    """Names of the parameters of each group, as the checkpoint knows them.
 
     Raises:
-        CheckpointError: on every rank; it is of another class, or its groups hold other parameters.
+        CheckpointError: the state is of an optimizer of another class, or with other groups.
     """
-    mine: list[set[str]] = []
-    with attempt:
-        saved, kind = checkpoint.objects.get("groups", []), checkpoint.objects.get("optimizer")
-        if strict and kind != type(optimizer.inner).__name__:
-            raise CheckpointError(
-                explain(
-                    f"{checkpoint.folder} has the state of another optimizer.",
-                    [("expected", type(optimizer.inner).__name__), ("found", str(kind))],
-                )
+    saved, kind = checkpoint.objects["groups"], checkpoint.objects["optimizer"]
+    if strict and kind != type(optimizer.inner).__name__:
+        raise CheckpointError(
+            explain(
+                f"{checkpoint.folder} has the state of another optimizer.",
+                [("expected", type(optimizer.inner).__name__), ("found", str(kind))],
             )
-        if len(saved) != len(optimizer.param_groups):
-            raise CheckpointError(
-                explain(
-                    f"{checkpoint.folder} has the state of an optimizer with other parameter groups.",
-                    [("expected", f"{len(optimizer.param_groups)} groups"), ("found", f"{len(saved)}")],
-                )
+        )
+    if len(saved) != len(optimizer.param_groups):
+        raise CheckpointError(
+            explain(
+                f"{checkpoint.folder} has the state of an optimizer with other parameter groups.",
+                [("expected", f"{len(optimizer.param_groups)} groups"), ("found", f"{len(saved)}")],
             )
-        mine = [
-            {checkpoint.name_of(optimizer.names[p]) or optimizer.names[p][0] for p in group["params"]}
-            for group in optimizer.param_groups
-        ]
-    told = attempt.agree(mine)
-    with attempt:
-        for number, (_, names) in enumerate(checkpoint.objects.get("groups", [])):
-            here = set().union(*(each[number] for each in told))
-            if here != set(names):
-                rows = [(f"only {which}", ", ".join(sorted(some)[:5])) for which, some in (("here", here - set(names)), ("saved", set(names) - here)) if some]  # fmt: skip
-                raise CheckpointError(
-                    explain(f"parameter group {number} of {checkpoint.folder} holds other parameters.", rows)
-                )
-    attempt.agree()
+        )
+    return [
+        {checkpoint.name_of(optimizer.names[p]) or optimizer.names[p][0] for p in group["params"]}
+        for group in optimizer.param_groups
+    ]
+
+
+def check_groups(checkpoint: Checkpoint, told: Sequence[Sequence[set[str]]]) -> None:
+    """Compare the groups of all ranks together with those that were saved.
+
+    Raises:
+        CheckpointError: the same on every rank; a group holds other parameters.
+    """
+    for number, (_, names) in enumerate(checkpoint.objects["groups"]):
+        here, saved = set().union(*(each[number] for each in told)), set(names)
+        rows = [("only here", here - saved), ("only saved", saved - here)]
+        if here != saved:
+            said = [(which, ", ".join(sorted(some)[:5])) for which, some in rows if some]
+            raise CheckpointError(
+                explain(f"parameter group {number} of {checkpoint.folder} holds other parameters.", [*said, UNCHANGED])
+            )
 
 
 def restore_optimizer(checkpoint: Checkpoint, optimizer: ParallelOptimizer) -> Sequence[tuple[Key, Shard]]:
