@@ -12,7 +12,8 @@ reads, about so many megabytes. On the same disk:
     copy to host memory         of the tensors that a rank writes
     DCP save, DCP load          torch's distributed checkpoint of the same tensors in its own format, with its own fsync
 
-A round runs each once, in alternating order; figures are medians over rounds, of times and of per-round ratios. Peak memory
+A round runs each once, in alternating order; figures are medians over rounds, of times and of per-round ratios. Everything is
+written to new files; old ones are removed between the timings. Peak memory
 is measured once, after the rounds: how far the resident set rises while a save goes on, beside the bytes of a rank's share.
 """
 
@@ -87,7 +88,7 @@ class Job:
         self.own = {key: tensor.contiguous() for key, tensor in snapshot.tensors.items()}
         self.nbytes = sum(tensor.nbytes for tensor in self.own.values())
         self.memory = {key: torch.empty_like(tensor) for key, tensor in self.own.items()}
-        self.file = folder / f"plain-{self.rank}.safetensors"
+        self.file, self.count = folder, 0
         self.dcp_state = {f"{self.rank}/{key}": tensor for key, tensor in self.own.items()}
         self.dcp_memory = {f"{self.rank}/{key}": tensor for key, tensor in self.memory.items()}
 
@@ -105,12 +106,15 @@ class Job:
         }
 
     def _save(self, **options: Any) -> None:
-        self.booster.save(self.folder / "ours", self.model, self.optimizer, step=1, **options)
+        self.count += 1
+        self.booster.save(self.folder / "ours", self.model, self.optimizer, step=self.count, **options)
 
     def _load(self) -> None:
         self.booster.load(self.folder / "ours", self.model, self.optimizer)
 
     def _save_file(self) -> None:
+        self.count += 1
+        self.file = self.folder / f"plain-{self.count:05d}-{self.rank}.safetensors"
         safetensors.torch.save_file(self.own, self.file)
         sync(self.file)
 
@@ -128,9 +132,17 @@ class Job:
         dcp.load(self.dcp_memory, checkpoint_id=str(self.folder / "dcp"))
 
     def between(self) -> None:
-        """Between two timings: nothing may be under way."""
+        """Between two timings: nothing may be under way, and what is superseded is removed."""
         self.booster.finish_saving()
         self.copies = []
+        for file in self.folder.glob(f"plain-*-{self.rank}.safetensors"):
+            if file != self.file:
+                file.unlink()
+        dist.barrier()
+        steps = sorted((self.folder / "ours").glob("step-*"))
+        for old in steps[:-1] if self.rank == 0 else ():
+            shutil.rmtree(old)
+        dist.barrier()
 
     def peak_growth(self) -> int:
         """Bytes by which the resident set rises above where it was, at most, while a save goes on."""

@@ -110,7 +110,7 @@ class Manifest:
             "step": self.step,
             "parts": self.parts,
             "about": dict(self.about),
-            "files": [[name, found.nbytes, f"{found.crc:08x}"] for name, found in self.files.items()],
+            "files": [[name, found.nbytes, found.digest] for name, found in self.files.items()],
             "numbers": {name: dict(found) for name, found in self.numbers.items()},
             "names": [list(names) for names in self.names.values() if len(names) > 1],
             "tensors": [
@@ -176,7 +176,7 @@ def _from_json(found: Any) -> Manifest:
             for part, name, state, kind, shape, chunks in found["tensors"]
         },
         {names[0]: tuple(names) for names in found["names"]},
-        {name: FileSum(nbytes, int(crc, 16)) for name, nbytes, crc in found["files"]},
+        {name: FileSum(nbytes, digest) for name, nbytes, digest in found["files"]},
         tuple(found["parts"]),
         found["about"],
         found["numbers"],

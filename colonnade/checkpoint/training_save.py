@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +28,7 @@ from colonnade.checkpoint.root import FILES, clear, folder_of, is_checkpoint, se
 from colonnade.checkpoint.spread import own_pieces
 from colonnade.checkpoint.staged_folder import StagedFolder, sync
 from colonnade.checkpoint.tensor_file import Entry, FileSum, TensorFile, checksum, parse_header, write_tensors
-from colonnade.checkpoint.training_items import Items, merge_groups, merge_numbers
+from colonnade.checkpoint.training_items import Group, Items, merge_groups, merge_numbers
 from colonnade.cluster.mesh import Axis, ParallelMesh
 from colonnade.errors import CheckpointError, explain
 
@@ -133,14 +133,14 @@ def save_training(
     folder = StagedFolder(target, is_checkpoint, FILES)
     attempt = Attempt(world, f"the training state was not saved to {os.fspath(path)}.", (UNCHANGED,))
     try:
-        staging, old = _open(folder, attempt, world, root if in_root else None), list[Path]()
-        found = None
+        staging, told = _open(snapshot, folder, attempt, world, root if in_root else None)
+        once, old, found = _Once(snapshot, staging, told), list[Path](), None
         with attempt:
-            found = _write_own(snapshot, staging / own_file(world))
-        told = attempt_agree(attempt, folder, _to_tell(snapshot, world, found))
+            found = _write_own(snapshot, staging / own_file(world), once.write if world.rank == WRITER else None)
+        files = dict(attempt_agree(attempt, folder, (own_file(world), found)))
         with attempt:
             if world.rank == WRITER:
-                _finish(snapshot, staging, told, partial(_header_of, staging))
+                once.finish(files, partial(_header_of, staging))
                 old = folder.commit(keep_previous=True)
                 if in_root:
                     set_latest(root, target)
@@ -172,15 +172,17 @@ def _save_remote(snapshot: Snapshot, path: str | os.PathLike[str], world: Axis, 
         if world.rank == WRITER:
             there.clear()
             name = there.new_name(snapshot.step)
-    name = attempt.agree(name)[WRITER]
+    names, told = zip(*attempt.agree((name, _Told.of(snapshot))))
+    name = names[WRITER]
+    assert there is not None  # else the exchange has raised
+    once = _Once(snapshot, there.local, told)
     with attempt:
-        assert there is not None  # else the exchange has raised
-        found = _write_own(snapshot, there.local / own_file(world))
+        found = _write_own(snapshot, there.local / own_file(world), once.write if world.rank == WRITER else None)
         there.put(name, own_file(world))
-    told = attempt.agree(_to_tell(snapshot, world, found))
+    files = dict(attempt.agree((own_file(world), found)))
     with attempt:
-        if world.rank == WRITER and there is not None:
-            _finish(snapshot, there.local, told, partial(_remote_header, there, name))
+        if world.rank == WRITER:
+            once.finish(files, partial(_remote_header, there, name))
             for file in (OBJECTS, *[CONFIG] * (snapshot.write_config is not None), MANIFEST):
                 there.put(name, file)
             there.set_latest(name)
@@ -194,10 +196,18 @@ def own_file(world: Axis) -> str:
     return f"rank-{world.rank:05d}-of-{world.size:05d}.safetensors"
 
 
-def _to_tell(snapshot: Snapshot, world: Axis, found: FileSum | None) -> tuple[Any, ...]:
-    """What the writer has to know of this rank."""
-    items = snapshot.items
-    return own_file(world), found, items.numbers, items.groups, items.names, snapshot.own
+class _Told(NamedTuple):
+    """What the writer has to know of a rank."""
+
+    numbers: dict[str, dict[str, Any]]
+    groups: list[Group]
+    names: dict[str, tuple[str, ...]]
+    own: dict[str, Any]
+
+    @staticmethod
+    def of(snapshot: Snapshot) -> _Told:
+        items = snapshot.items
+        return _Told(items.numbers, items.groups, items.names, snapshot.own)
 
 
 def _header_of(folder: Path, name: str) -> Header:
@@ -216,15 +226,19 @@ def attempt_agree(attempt: Attempt, folder: StagedFolder, value: Any) -> list[An
     return attempt.agree(value)
 
 
-def _open(folder: StagedFolder, attempt: Attempt, world: Axis, root: Path | None) -> Path:
-    """The folder to write into, made by one rank and known to all."""
+def _open(
+    snapshot: Snapshot, folder: StagedFolder, attempt: Attempt, world: Axis, root: Path | None
+) -> tuple[Path, Sequence[_Told]]:
+    """The folder to write into, made by one rank and known to all; and what there is to know of all ranks."""
     with attempt:
         if world.rank == WRITER:
             if root is not None:
                 _check_root(root)
                 clear(root)
             folder.open()
-    staging: Path = attempt_agree(attempt, folder, folder.staging if world.rank == WRITER else None)[WRITER]
+    staging: Path
+    stagings, told = zip(*attempt_agree(attempt, folder, (folder.staging, _Told.of(snapshot))))
+    staging = stagings[WRITER]
     with attempt:
         if not staging.is_dir():
             raise CheckpointError(
@@ -233,7 +247,7 @@ def _open(folder: StagedFolder, attempt: Attempt, world: Axis, root: Path | None
                     [("needs", "a file system that all machines share")],
                 )
             )
-    return staging
+    return staging, told
 
 
 def _check_root(root: Path) -> None:
@@ -246,34 +260,50 @@ def _check_root(root: Path) -> None:
         raise CheckpointError(explain(f"{root} is a file.", [("needs", "a folder, or a path that does not exist yet")]))
 
 
-def _write_own(snapshot: Snapshot, file: Path) -> FileSum:
+def _write_own(snapshot: Snapshot, file: Path, meanwhile: Callable[[], None] | None) -> FileSum:
     chunks = {text: [key, shape, offset] for text, (key, shape, offset) in snapshot.chunks.items()}
-    return write_tensors(snapshot.tensors, file, {"chunks": json.dumps(chunks, separators=(",", ":"))})
+    about = {"chunks": json.dumps(chunks, separators=(",", ":"))}
+    return write_tensors(snapshot.tensors, file, about, meanwhile or (lambda: None))
 
 
-def _finish(snapshot: Snapshot, staging: Path, told: list[Any], header_of: Callable[[str], Header]) -> None:
-    """Write what there is once: the manifest, and Python objects.
+class _Once:
+    """What is written once, by one rank: Python objects, the model's config and, last of all, the manifest.
 
     Args:
-        header_of: reads the header of a rank's file.
+        folder: where to.
+        told: by rank.
     """
-    files, numbers, groups, names, own = zip(*[(t[:2], *t[2:]) for t in told])
-    announced: list[Announced] = []
-    for name, _ in files:
-        announced += _announced(header_of(name), name)
-    objects = dict(snapshot.objects)
-    if "optimizer" in snapshot.parts:
-        objects["groups"] = [(group.options, group.names) for group in merge_groups(groups)]
-    objects["own"] = list(own)
-    sums = dict(files) | {OBJECTS: _write_objects(objects, staging / OBJECTS)}
-    if snapshot.write_config is not None:
-        (staging / CONFIG).mkdir()
-        snapshot.write_config(staging / CONFIG)
-        written = sorted(file for file in (staging / CONFIG).rglob("*") if file.is_file())
-        sums |= {file.relative_to(staging).as_posix(): checksum(file) for file in written}
-    all_names = {first: of for each in names for first, of in each.items()}
-    kept = merge_numbers(numbers)
-    Manifest(snapshot.step, collect(announced), all_names, sums, snapshot.parts, snapshot.about, kept).write(staging)
+
+    def __init__(self, snapshot: Snapshot, folder: Path, told: Sequence[_Told]) -> None:
+        self.snapshot, self.folder, self.told = snapshot, folder, told
+        self.sums: dict[str, FileSum] = {}
+
+    def write(self) -> None:
+        """All but the manifest."""
+        objects = dict(self.snapshot.objects)
+        if "optimizer" in self.snapshot.parts:
+            merged = merge_groups([each.groups for each in self.told])
+            objects["groups"] = [(group.options, group.names) for group in merged]
+        objects["own"] = [each.own for each in self.told]
+        self.sums[OBJECTS] = _write_objects(objects, self.folder / OBJECTS)
+        if self.snapshot.write_config is not None:
+            (self.folder / CONFIG).mkdir()
+            self.snapshot.write_config(self.folder / CONFIG)
+            for file in sorted(file for file in (self.folder / CONFIG).rglob("*") if file.is_file()):
+                self.sums[file.relative_to(self.folder).as_posix()] = checksum(file)
+
+    def finish(self, files: Mapping[str, FileSum], header_of: Callable[[str], Header]) -> None:
+        """The manifest.
+
+        Args:
+            files: of all ranks.
+            header_of: reads the header of one.
+        """
+        announced = [each for name in files for each in _announced(header_of(name), name)]
+        names = {first: of for each in self.told for first, of in each.names.items()}
+        numbers, shot = merge_numbers(each.numbers for each in self.told), self.snapshot
+        sums = {**files, **self.sums}
+        Manifest(shot.step, collect(announced), names, sums, shot.parts, shot.about, numbers).write(self.folder)
 
 
 def _announced(header: Header, name: str) -> list[Announced]:

@@ -16,7 +16,8 @@ CPU = torch.device("cpu")
 
 def random_state() -> dict[str, Any]:
     """The states, made of numbers and tensors; numpy's only where the program uses it."""
-    state: dict[str, Any] = {"cpu": get_rng_state(CPU), "python": random.getstate()}
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {"cpu": get_rng_state(CPU), "python": (version, torch.tensor(numbers), gauss)}
     if current_device().type != "cpu":
         state["device"] = get_rng_state(current_device()).cpu()
     if "numpy" in sys.modules:
@@ -33,7 +34,7 @@ def set_random_state(state: dict[str, Any]) -> None:
     """Put back what `random_state` has taken. A generator that this process does not have is passed over."""
     set_rng_state(CPU, state["cpu"])
     version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
+    random.setstate((version, tuple(numbers.tolist()), gauss))
     if current_device().type != "cpu" and "device" in state:
         set_rng_state(current_device(), state["device"])
     if "numpy" in state and "numpy" in sys.modules:

@@ -120,7 +120,7 @@ def test_damaged_files_are_named_on_every_rank(tmp_path):
     file.write_bytes(good[:-100])
     all_say(file.name, "is damaged", f"expected  {len(good)} bytes", f"found     {len(good) - 100} bytes")
     file.write_bytes(good[:-3] + bytes([good[-3] ^ 1]) + good[-2:])
-    all_say(file.name, "is damaged", "CRC-32", verify=True)
+    all_say(file.name, "is damaged", "check sum", verify=True)
     file.unlink()
     all_say(file.name, "cannot be read", "No such file")
     file.write_bytes(good)
@@ -155,9 +155,7 @@ def test_a_file_with_other_tensors_than_the_manifest_says_is_named(tmp_path):
     made = write_tensors(narrow, file, {"chunks": about["chunks"]})
     path = tmp_path / "step-00000003" / "checkpoint.json"
     manifest = json.loads(path.read_text())
-    manifest["files"] = [
-        [n, made.nbytes, f"{made.crc:08x}"] if n == file.name else [n, *r] for n, *r in manifest["files"]
-    ]
+    manifest["files"] = [[n, made.nbytes, made.digest] if n == file.name else [n, *r] for n, *r in manifest["files"]]
     manifest.pop("crc")
     path.write_text(checkpoint_manifest._text(manifest | {"crc": checkpoint_manifest._crc(manifest)}))
     run_on_ranks(2, mixture, str(tmp_path))
@@ -329,10 +327,10 @@ def beside(folder):
     begun, go_on = threading.Event(), threading.Event()
     real = training_save._write_own
 
-    def slow(snapshot, file):
+    def slow(snapshot, file, meanwhile):
         begun.set()
         assert go_on.wait(30)
-        return real(snapshot, file)
+        return real(snapshot, file, meanwhile)
 
     training_save._write_own = slow
     try:
@@ -362,10 +360,10 @@ def fails_beside(folder):
     run.save(folder, step=1)
     real = training_save._write_own
 
-    def fail(snapshot, file):
+    def fail(snapshot, file, meanwhile):
         if torch.distributed.get_rank() == 1:
             raise OSError(28, "No space left on device")
-        return real(snapshot, file)
+        return real(snapshot, file, meanwhile)
 
     training_save._write_own = fail
     try:
@@ -396,10 +394,10 @@ booster = Booster(plugin=TorchDDPPlugin(precision="fp32"))
 model = torch.nn.Linear(300, 300)
 model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
 real = training_save._write_own
-def write(snapshot, file):
+def write(snapshot, file, meanwhile):
     if sys.argv[1] == "fail" and torch.distributed.get_rank() == 1:
         raise OSError(28, "No space left on device")
-    return real(snapshot, file)
+    return real(snapshot, file, meanwhile)
 training_save._write_own = write
 booster.save("run", model, optimizer, step=4, asynchronous=True)
 """

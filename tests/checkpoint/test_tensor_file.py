@@ -34,9 +34,12 @@ def test_every_format_and_shape_is_read_by_safetensors_and_here(tmp_path):
         "transposed": torch.randn(4, 3).T,
         "expanded": torch.ones(1).expand(7),
     }
-    made = write_tensors(tensors, tmp_path / "file")
-    assert made == checksum(tmp_path / "file") and made.nbytes == (tmp_path / "file").stat().st_size
-    with safe_open(tmp_path / "file", "pt") as theirs, TensorFile(tmp_path / "file") as ours:
+    made = write_tensors(tensors, tmp_path / "file.safetensors")
+    assert (
+        made == checksum(tmp_path / "file.safetensors")
+        and made.nbytes == (tmp_path / "file.safetensors").stat().st_size
+    )
+    with safe_open(tmp_path / "file.safetensors", "pt") as theirs, TensorFile(tmp_path / "file.safetensors") as ours:
         assert set(theirs.keys()) == set(tensors) == set(ours.entries) and theirs.metadata() == {"format": "pt"}
         for key, tensor in tensors.items():
             target = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -67,8 +70,8 @@ def test_any_box_is_read_to_any_memory(tmp_path_factory, data):
 
 
 def test_what_is_one_run_of_bytes_is_read_alone(tmp_path):
-    write_tensors({"w": torch.arange(40.0).view(10, 4)}, tmp_path / "file")
-    with TensorFile(tmp_path / "file") as opened:
+    write_tensors({"w": torch.arange(40.0).view(10, 4)}, tmp_path / "file.safetensors")
+    with TensorFile(tmp_path / "file.safetensors") as opened:
         opened.read("w", (3, 0), torch.empty(5, 4))
         assert opened.bytes_read == 5 * 4 * 4
         opened.read("w", (3, 1), torch.empty(1, 2))
@@ -76,25 +79,25 @@ def test_what_is_one_run_of_bytes_is_read_alone(tmp_path):
 
 
 def test_any_flipped_byte_and_any_missing_one_is_found(tmp_path):
-    file = tmp_path / "file"
+    file = tmp_path / "file.safetensors"
     made = write_tensors({"w": torch.randn(7, 3), "n": torch.arange(5)}, file)
     check_sum(file, made, thorough=True)
     good = file.read_bytes()
     for place in range(len(good)):
         file.write_bytes(good[:place] + bytes([good[place] ^ 0x10]) + good[place + 1 :])
-        with pytest.raises(CheckpointError, match="file is damaged"):
+        with pytest.raises(CheckpointError, match="file.safetensors is damaged"):
             check_sum(file, made, thorough=True)
     for length in (0, 5, 8, 50, len(good) - 1):
         file.write_bytes(good[:length])
-        with pytest.raises(CheckpointError, match="file is damaged"):
+        with pytest.raises(CheckpointError, match="file.safetensors is damaged"):
             check_sum(file, made, thorough=False)
-        with pytest.raises(CheckpointError, match="file cannot be read"):
+        with pytest.raises(CheckpointError, match="file.safetensors cannot be read"):
             TensorFile(file)
     os.remove(file)
-    with pytest.raises(CheckpointError, match="file cannot be read"):
+    with pytest.raises(CheckpointError, match="file.safetensors cannot be read"):
         TensorFile(file)
 
 
 def test_a_format_without_a_word_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="w is of format torch.complex128"):
-        write_tensors({"w": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "file")
+        write_tensors({"w": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "file.safetensors")
