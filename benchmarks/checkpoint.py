@@ -1,6 +1,6 @@
 """Times saving and loading a training checkpoint on two ranks, on CPU, in interleaved rounds. One command:
 
-    python benchmarks/checkpoint.py [--rounds 9] [--megabytes 96]
+    python benchmarks/checkpoint.py [--rounds 7] [--megabytes 768]
 
 Two processes with one thread each share a Llama and AdamW's state for it by tensor parallelism, so that a rank writes what it
 reads, about so many megabytes. On the same disk:
@@ -162,8 +162,8 @@ def _resident(entry: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="at least 2")
-    parser.add_argument("--megabytes", type=int, default=96, help="that each rank writes, about")
+    parser.add_argument("--rounds", type=int, default=7, help="at least 2")
+    parser.add_argument("--megabytes", type=int, default=768, help="that each rank writes, about")
     parser.add_argument("--folder", default=None, help="on the disk to measure; by default one for temporary files")
     args = parser.parse_args()
     if "RANK" not in os.environ:
