@@ -51,6 +51,10 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointError: there is none.
     """
+    if "://" in os.fspath(path):
+        raise CheckpointError(
+            f"{path} is a path of a store; what is asked for needs a folder of this machine: copy it."
+        )
     root = Path(os.path.realpath(path))
     if is_checkpoint(root) or not root.is_dir():
         return locate(root, is_checkpoint)
@@ -76,7 +80,7 @@ def _interrupted(root: Path) -> Path:
 
 def _named_latest(root: Path) -> Path | None:
     try:
-        return root / (root / LATEST).read_text(encoding="utf-8").strip()
+        return root / (root / LATEST).read_text(encoding="utf-8", errors="replace").rstrip("\n")
     except OSError:
         return None
 

@@ -22,6 +22,7 @@ from colonnade.model.pieces import pieces_of
 from colonnade.precision.optimizer import ParallelOptimizer
 from colonnade.precision.state import Shard
 
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")  # options that say how, not what, it computes
 Names = tuple[str, ...]
 
 

@@ -19,6 +19,7 @@ COMMANDS = {
         "show what a layout makes of each module of a model, what its stages hold, and why",
     ),
     "verify": ("colonnade.cli.verify", "check that a layout computes what one process computes"),
+    "ckpt": ("colonnade.cli.ckpt", "look at training checkpoints, check, compare and export them"),
     "schedule": ("colonnade.cli.schedule", "show who does what when in a pipeline, and how long ranks are idle"),
 }
 

@@ -18,7 +18,7 @@ from colonnade.checkpoint.manifest import Key
 from colonnade.checkpoint.remote import is_remote
 from colonnade.checkpoint.root import folder_of
 from colonnade.checkpoint.spread import stages_of
-from colonnade.checkpoint.training_items import Items, items_of, targets_of
+from colonnade.checkpoint.training_items import IMPLEMENTATION, Items, items_of, targets_of
 from colonnade.checkpoint.training_load import (
     MIXED,
     UNCHANGED,
@@ -39,7 +39,6 @@ from colonnade.model.adapters import plain_model
 from colonnade.precision.optimizer import ParallelOptimizer
 from colonnade.precision.state import SavedState, Shape, Shard
 
-IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")  # options that say how, not what, it computes
 LIKE_RANK = ("dp", "pp")  # axes along which random generators differ
 
 

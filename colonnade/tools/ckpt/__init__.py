@@ -1,0 +1,1 @@
+"""Looking at checkpoints, checking, comparing, exporting and rewriting them; without a process group."""
