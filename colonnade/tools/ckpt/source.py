@@ -76,9 +76,6 @@ class Source:
             return
         found = self.checkpoint
         yield "step", found.manifest.step
-        for name, numbers in found.manifest.numbers.items():
-            for key, value in numbers.items():
-                yield f"{name}: {key}", value
         for number, (options, names) in enumerate(found.objects.get("groups", [])):
             yield from (
                 (f"group {number}: {key}", value) for key, value in sorted(options.items()) if key not in IMPLEMENTATION
@@ -87,6 +84,8 @@ class Source:
         for part in ("optimizer", "lr_scheduler", "dataloader", "loss_scale", "extra"):
             if part in found.objects:
                 yield part, found.objects[part]
+        for name, numbers in found.manifest.numbers.items():
+            yield from ((f"{name}: {key}", value) for key, value in numbers.items())
 
 
 def read_whole(checkpoint: Checkpoint, key: Key, target: torch.Tensor) -> None:
