@@ -17,7 +17,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-.PHONY: help setup demo test check format test-long test-real bench proof models agreement clean
+.PHONY: help setup demo test check format test-long test-real bench proof hub models agreement clean
 
 help:
 	@echo "make demo       train a small model on four processes, then generate with it through plain transformers"
@@ -28,6 +28,7 @@ help:
 	@echo "make bench      measure everything of which benchmarks/ has a file on this machine (minutes; nothing else should run)"
 	@echo "make proof      compute the tables of proved models in README.md and docs/proof.md anew"
 	@echo "make models     compute docs/models.md anew: every language model of transformers, split over two processes (minutes)"
+	@echo "make hub        save, load and export a tiny model of every family, and compare with transformers' own folders (minutes)"
 	@echo "make agreement  compute docs/agreement.md anew: inferred policies beside transformers' own plans (minutes)"
 	@echo "make clean      remove the environment and what the demo wrote"
 
@@ -71,6 +72,9 @@ bench: $(READY)
 
 proof: $(READY)
 	$(BIN)/python scripts/proved_models.py $(ARGS)
+
+hub: $(READY)
+	$(BIN)/python scripts/model_hub.py $(ARGS)
 
 models: $(READY)
 	$(BIN)/python scripts/model_table.py $(ARGS)
