@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from colonnade.checkpoint.file_sum import FileSum
 from colonnade.checkpoint.hub_plan import covers
-from colonnade.checkpoint.tensor_file import DTYPES, KINDS, FileSum
+from colonnade.checkpoint.tensor_header import DTYPES, KINDS
 from colonnade.errors import CheckpointError, explain
 from colonnade.model.layout import Box
 

@@ -104,6 +104,9 @@ def clear(root: Path) -> None:
     for entry in root.glob(".step-*.saving-*"):
         if not is_being_written(entry):
             shutil.rmtree(entry, ignore_errors=True)
+    for entry in [*root.glob(".step-*.previous"), *root.glob(".step-*.finished")]:
+        if is_checkpoint(root / entry.name[1:].rpartition(".")[0]):  # else it is what a reader takes in its place
+            shutil.rmtree(entry, ignore_errors=True)
     for entry in root.glob(f".{LATEST}.*"):
         entry.unlink(missing_ok=True)
 

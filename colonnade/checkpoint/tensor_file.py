@@ -4,11 +4,6 @@
 The format is a header that says where each tensor is, and then their bytes. A contiguous tensor is handed to the operating
 system as it lies in memory, and what is asked for is read into the memory that it is for: a save needs no memory, a load
 none beside its targets, and nothing of a file stays mapped. Any safetensors reader reads these files.
-
-[Note: check sums]
-A CRC of gigabytes takes as long as writing them. Of tensors the 64-bit words are added up instead, for each block of 1 MiB, at
-the speed of memory; the check sum is the total of these sums, which any changed byte changes, and the CRC-32 of the header and
-of the sums, which tells where they belong. Of other files it is the CRC-32 of their bytes.
 """
 
 from __future__ import annotations
@@ -17,51 +12,19 @@ import json
 import math
 import os
 import threading
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from colonnade.errors import CheckpointError, explain
+from colonnade.checkpoint.file_sum import FileSum, TensorSum
+from colonnade.checkpoint.tensor_header import KINDS, Entry, parse_header, said
+from colonnade.errors import CheckpointError
 
-KINDS = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint8: "U8", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL",
-    torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
-DTYPES = {kind: dtype for dtype, kind in KINDS.items()}
-SUFFIX = ".safetensors"
-BLOCK = (
-    16 << 20
-)  # bytes that are read at once where they cannot go to their place directly; whole blocks of a check sum
-SUMMED = 1 << 17  # 64-bit words of which a check sum keeps one sum
+BLOCK = 16 << 20  # bytes that are read at once where they cannot go to their place directly
 ALIGNMENT = 64  # of the first tensor
-
-
-@dataclass(frozen=True)
-class FileSum:
-    """What tells a whole file from a damaged one: its length in bytes, and a check sum; see [Note: check sums]."""
-
-    nbytes: int
-    digest: str
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A tensor in a file: its format, its shape, and where its bytes begin in the file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write_tensors(
@@ -86,7 +49,7 @@ def write_tensors(
         nbytes = _write_all(opened, header)
         for key in order:
             nbytes += _write_all(opened, _bytes_of(tensors[key]))
-        synced, found = _Synced(opened.fileno()), _Sum(header)
+        synced, found = _Synced(opened.fileno()), TensorSum(header)
         try:
             for key in order:
                 found.add(_bytes_of(tensors[key]))
@@ -94,29 +57,6 @@ def write_tensors(
         finally:
             synced.wait()
     return FileSum(nbytes, found.digest)
-
-
-class _Sum:
-    """Adds up a file of tensors; see [Note: check sums]."""
-
-    def __init__(self, header: bytes) -> None:
-        self.crc, self.total = zlib.crc32(header), 0
-
-    def add(self, data: memoryview) -> None:
-        """A tensor's bytes, or a part of them that begins with a block."""
-        import numpy
-
-        words = numpy.frombuffer(data, "<i8", len(data) // 8)
-        whole = len(words) - len(words) % SUMMED
-        sums = words[:whole].reshape(-1, SUMMED).sum(1)
-        rest = numpy.array([words[whole:].sum(), int.from_bytes(data[len(words) * 8 :], "little")], "<i8")
-        for each in (sums, rest):
-            self.crc = zlib.crc32(each.data, self.crc) if each.size else self.crc
-            self.total += int(each.sum())
-
-    @property
-    def digest(self) -> str:
-        return f"{self.crc:08x}{self.total % 2**64:016x}"
 
 
 class _Synced:
@@ -174,71 +114,6 @@ def _write_all(opened: Any, data: bytes | memoryview) -> int:
     return len(data)
 
 
-def checksum(file: Path) -> FileSum:
-    """Of a file as it is on disk.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError, KeyError, TypeError: it should be a file of tensors, and is none.
-    """
-    nbytes = file.stat().st_size
-    with open(file, "rb", buffering=0) as opened:
-        if file.suffix != SUFFIX:
-            crc = 0
-            for block in _blocks(opened, nbytes):
-                crc = zlib.crc32(block, crc)
-            return FileSum(nbytes, f"{crc:08x}")
-        _, entries = parse_header(lambda start, stop: os.pread(opened.fileno(), stop - start, start), nbytes)
-        tensors = sorted(entries.values(), key=lambda entry: (entry.start, entry.nbytes))
-        found = _Sum(opened.read(tensors[0].start if tensors else nbytes))
-        for entry in tensors:
-            for block in _blocks(opened, entry.nbytes) if entry.nbytes else [memoryview(b"")]:
-                found.add(block)
-        return FileSum(nbytes, found.digest)
-
-
-def _blocks(opened: Any, nbytes: int) -> Iterator[memoryview]:
-    """The next bytes of a file, a block at a time."""
-    block = bytearray(BLOCK)
-    while nbytes:
-        part = memoryview(block)[: min(nbytes, BLOCK)]
-        filled = 0
-        while filled < len(part):
-            count = opened.readinto(part[filled:])
-            if not count:
-                raise OSError(f"it ends {nbytes - filled} bytes too early")
-            filled += count
-        nbytes -= filled
-        yield part
-
-
-def parse_header(part: Callable[[int, int], bytes], size: int) -> tuple[dict[str, str], dict[str, Entry]]:
-    """The text and the tensors in the header of a file.
-
-    Args:
-        part: gives the bytes from one place to another.
-        size: length of the file in bytes.
-
-    Raises:
-        ValueError, KeyError, TypeError: it is no such file, or cut short.
-    """
-    length = int.from_bytes(part(0, 8), "little")
-    if size < 8 or length + 8 > size:
-        raise ValueError(f"it has {size} bytes, which is less than its header")
-    header = json.loads(part(8, 8 + length))
-    about = header.pop("__metadata__", {})
-    entries = {}
-    for key, value in header.items():
-        start, end = value["data_offsets"]
-        if value["dtype"] not in DTYPES:
-            raise ValueError(f"{key} is of the format {value['dtype']}, which is not known here")
-        entry = Entry(DTYPES[value["dtype"]], tuple(value["shape"]), 8 + length + start)
-        if entry.nbytes != end - start or 8 + length + end > size:
-            raise ValueError(f"it has {size} bytes, and {key} should lie in bytes {entry.start} to {8 + length + end}")
-        entries[key] = entry
-    return about, entries
-
-
 class TensorFile:
     """A safetensors file, open for reading.
 
@@ -260,7 +135,7 @@ class TensorFile:
             self.entries = self._read_header()
         except (OSError, ValueError, KeyError, TypeError) as error:
             self.close()
-            raise CheckpointError(f"{file} cannot be read: {_said(error)}") from error
+            raise CheckpointError(f"{file} cannot be read: {said(error)}") from error
 
     def _read_header(self) -> dict[str, Entry]:
         size = os.fstat(self._descriptor).st_size
@@ -284,7 +159,7 @@ class TensorFile:
         try:
             self._read(self.entries[key], tuple(start), target)
         except OSError as error:
-            raise CheckpointError(f"{self.file} cannot be read: {_said(error)}") from error
+            raise CheckpointError(f"{self.file} cannot be read: {said(error)}") from error
 
     def _read(self, entry: Entry, start: tuple[int, ...], target: torch.Tensor) -> None:
         """Where the box is one run of bytes, at once; else in as few runs as it has, or a block of rows at a time."""
@@ -362,45 +237,3 @@ def _leading(shape: Sequence[int], extent: Sequence[int]) -> int:
     while number and shape[number - 1] == extent[number - 1]:
         number -= 1
     return number
-
-
-def _said(error: BaseException) -> str:
-    return str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
-
-
-def check_length(file: Path | str, nbytes: int, expected: FileSum) -> None:
-    """Whether a file has the length of the one that was written.
-
-    Raises:
-        CheckpointError: naming it, what was expected and what is there.
-    """
-    if nbytes != expected.nbytes:
-        found = "nothing" if nbytes < 0 else f"{nbytes} bytes"
-        raise CheckpointError(
-            explain(f"{file} is damaged.", [("expected", f"{expected.nbytes} bytes"), ("found", found)])
-        )
-
-
-def check_sum(file: Path, expected: FileSum, thorough: bool) -> None:
-    """Whether a file is the one that was written.
-
-    Args:
-        thorough: read all of it; else only its length is looked at.
-
-    Raises:
-        CheckpointError: naming the file, what was expected and what is there.
-    """
-    try:
-        length = file.stat().st_size
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    check_length(file, length, expected)
-    if not thorough:
-        return
-    try:
-        found = checksum(file).digest
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        found = _said(error)
-    if found != expected.digest:
-        rows = [("expected", f"check sum {expected.digest}"), ("found", found)]
-        raise CheckpointError(explain(f"{file} is damaged.", rows))

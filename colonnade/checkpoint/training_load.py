@@ -16,10 +16,12 @@ from typing import Any
 import torch
 
 from colonnade.checkpoint.agreement import Attempt
+from colonnade.checkpoint.file_sum import check_length, check_sum
 from colonnade.checkpoint.manifest import MANIFEST, Chunk, Key, Manifest, StoredTensor, read_manifest
 from colonnade.checkpoint.remote import RemoteFolder, is_remote
 from colonnade.checkpoint.root import find_checkpoint
-from colonnade.checkpoint.tensor_file import KINDS, TensorFile, check_length, check_sum
+from colonnade.checkpoint.tensor_file import TensorFile
+from colonnade.checkpoint.tensor_header import KINDS
 from colonnade.checkpoint.training_items import number_from
 from colonnade.checkpoint.training_save import OBJECTS
 from colonnade.cluster.mesh import Axis

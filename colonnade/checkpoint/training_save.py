@@ -22,12 +22,14 @@ from typing import Any, NamedTuple
 import torch
 
 from colonnade.checkpoint.agreement import Attempt, agree
+from colonnade.checkpoint.file_sum import FileSum, checksum
 from colonnade.checkpoint.manifest import MANIFEST, Announced, Chunk, Key, Manifest, collect
 from colonnade.checkpoint.remote import RemoteFolder, is_remote
 from colonnade.checkpoint.root import FILES, clear, folder_of, is_checkpoint, set_latest, take_out_old
 from colonnade.checkpoint.spread import own_pieces
 from colonnade.checkpoint.staged_folder import StagedFolder, sync
-from colonnade.checkpoint.tensor_file import Entry, FileSum, TensorFile, checksum, parse_header, write_tensors
+from colonnade.checkpoint.tensor_file import TensorFile, write_tensors
+from colonnade.checkpoint.tensor_header import Entry, parse_header
 from colonnade.checkpoint.training_items import Group, Items, merge_groups, merge_numbers
 from colonnade.cluster.mesh import Axis, ParallelMesh
 from colonnade.errors import CheckpointError, explain

@@ -26,7 +26,7 @@ from colonnade.zero.options import ZeroOptions
 from colonnade.zero.plan import plan_storages
 from colonnade.zero.reducer import ShardReducer
 from colonnade.zero.storage import Piece, Storage
-from colonnade.zero.units import Unit, joined_state, state_kind
+from colonnade.zero.units import Unit, joined_state, saved_kind, state_kind
 
 Values = dict[nn.Parameter, torch.Tensor]
 
@@ -179,7 +179,7 @@ class FlatShards(Stepped):
 
     def restore(self, saved: Callable[[nn.Parameter], SavedState | None]) -> list[ParameterState]:
         there = {param: saved(param) for unit in self._all_units() for param in unit.params}
-        kinds = {param: repr(state) for param, state in there.items()}
+        kinds = {param: saved_kind(state) for param, state in there.items()}
         self._cut(lambda unit, piece: kinds[piece.param])
         found = []
         for group, unit in self._with_groups():

@@ -208,3 +208,11 @@ def state_kind(state: State, param: nn.Parameter) -> list[tuple[str, Any]]:
         else:
             kind.append((key, value.dtype))
     return kind
+
+
+def saved_kind(saved: SavedState | None) -> object:
+    """As `state_kind`, of what a checkpoint has for a parameter: numbers exactly, and no shapes, which differ anyway."""
+    if saved is None:
+        return None
+    numbers = {key: v.tolist() if isinstance(v, torch.Tensor) else v for key, v in saved.numbers.items()}
+    return numbers, {key: of.dtype for key, of in saved.tensors.items()}

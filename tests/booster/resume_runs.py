@@ -163,5 +163,12 @@ def load_and_go_on(layout, case, folders, wanted):
     return worst
 
 
+def weights(run):
+    found = run.weights()
+    assert all(t.missing == 0 and t.spread == 0 for t in found.values())
+    return {name: t.value for name, t in found.items()}
+
+
 def same_bits(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name].value, b[name].value) for name in a)
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []

@@ -175,6 +175,7 @@ def check_same(plugin, folder):
     for loaded, of_rank in run_on_ranks(2, resumed, plugin, str(folder)):
         assert loaded == 1 and of_rank == numbers
     assert whole_state(folder) == ({7.0}, 7)
+    assert [p.name for p in Path(folder).iterdir() if p.name.startswith(".")] in ([], [".step-00000001.finished"])
 
 
 @pytest.mark.sample("0-False", "1-True")

@@ -55,7 +55,7 @@ def test_every_family_trains_as_plain_peft_does(layout):
     run_on_ranks(LAYOUTS[layout][0], run_each_lora, layout, FAMILIES)
 
 
-@pytest.mark.sample("tp 2", "zero 1")
+@pytest.mark.sample("tp 2")
 @pytest.mark.parametrize("layout", ["tp 2", "tp 4", "ddp 2", "zero 1", "fsdp 2"])
 def test_every_kind_of_lora_trains_as_plain_peft_does(layout):
     run_on_ranks(LAYOUTS[layout][0], run_each_lora, layout, KINDS)

@@ -9,8 +9,8 @@ from resume_runs import CASES, LAYOUTS, load_and_go_on, one_process, train_and_s
 
 from colonnade.testing.ranks import close_pools, run_on_ranks
 
-SOME = ("tp 4", "tp 2 × pp 2", "zero 1", "fsdp")  # what `make test` saves, of these cases:
-SHORT = {"llama, tied": tuple(LAYOUTS), "llama, one kv head, adafactor": ("dp 3", "tp 2", "fsdp")}
+SOME = ("tp 4", "pp 2", "zero 1")  # what `make test` saves, of these cases:
+SHORT = {"llama, tied": tuple(LAYOUTS), "llama, one kv head, adafactor": ("dp 3", "fsdp")}
 
 
 def saved(tmp_path_factory, layouts, cases):

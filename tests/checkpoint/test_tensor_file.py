@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from colonnade.checkpoint import tensor_file
-from colonnade.checkpoint.tensor_file import DTYPES, TensorFile, check_sum, checksum, write_tensors
+from colonnade.checkpoint.file_sum import check_sum, checksum
+from colonnade.checkpoint.tensor_file import TensorFile, write_tensors
+from colonnade.checkpoint.tensor_header import DTYPES
 from colonnade.errors import CheckpointError
 
 

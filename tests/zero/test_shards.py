@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from colonnade.booster import Booster
 from colonnade.booster.plugin import LowLevelZeroPlugin
 from colonnade.errors import UsageError
+from colonnade.precision.state import SavedState, Shape
 from colonnade.testing.ranks import on_ranks, run_on_ranks
 
 CASES = [stage | more for stage in STAGES for more in ({}, SMALL, {"cpu_offload": True})]
@@ -296,3 +297,26 @@ def zeroed_through_the_model(**options):
 
 def test_zero_grad_of_the_model_drops_gradients_as_well():
     run_on_ranks(2, each, CASES, zeroed_through_the_model)
+
+
+def units_after_restore():
+    model = nn.Sequential(*[nn.Linear(4 + i, 5 + i) for i in range(6)])
+    booster = Booster(plugin=LowLevelZeroPlugin(stage=1, precision="fp32"))
+    model, optimizer, *_ = booster.boost(model, AdamW(model.parameters()))
+    odd = next(model.parameters())
+
+    def count(number):
+        def saved(param):
+            tensors = {key: Shape(tuple(param.shape), torch.float32) for key in ("exp_avg", "exp_avg_sq")}
+            return SavedState(tensors, {"step": torch.tensor(number if param is odd else 0.0099991)})
+
+        optimizer.restore(saved)
+        return len(optimizer.stepped._all_units())
+
+    return len(optimizer.stepped._all_units()), count(0.0099991), count(0.0099992)
+
+
+def test_a_restored_state_cuts_units_only_where_its_numbers_differ():
+    """By shapes they always do; and torch prints the two numbers alike."""
+    before, alike, unlike = run_on_ranks(1, units_after_restore)[0]
+    assert before == alike == 1 and unlike == 2

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from colonnade.booster.plugin.batches import microbatching_problems
+from colonnade.booster.plugin.checks import boosted_model, boosted_optimizer, check_boostable, pristine_config
 from colonnade.booster.plugin.pipeline import Pipeline, PipelinePlan
 from colonnade.booster.plugin.pipeline_options import (
     PipelineGradientCheckpointConfig,
@@ -18,14 +19,7 @@ from colonnade.booster.plugin.pipeline_options import (
     pipeline_problems,
     staging_problems,
 )
-from colonnade.booster.plugin.plugin_base import (
-    Boosted,
-    DPPluginBase,
-    boosted_model,
-    boosted_optimizer,
-    check_boostable,
-    pristine_config,
-)
+from colonnade.booster.plugin.plugin_base import Boosted, DPPluginBase
 from colonnade.booster.plugin.start import put_in_place, start_alike
 from colonnade.cluster.mesh import ParallelMesh
 from colonnade.comm.reducer import GradientReducer

@@ -10,12 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from colonnade.booster.plugin.plugin_base import (
-    Boosted,
-    DPPluginBase,
-    check_boostable,
-    pristine_config,
-)
+from colonnade.booster.plugin.checks import check_boostable, pristine_config
+from colonnade.booster.plugin.plugin_base import Boosted, DPPluginBase
 from colonnade.booster.plugin.start import put_in_place, start_alike
 from colonnade.cluster.mesh import ParallelMesh
 from colonnade.model.lazy import check_all_or_none_meta

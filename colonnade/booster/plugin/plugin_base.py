@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader
 from colonnade import checkpoint
 from colonnade.booster.plugin.batches import check_microbatching
 from colonnade.booster.plugin.boosted_model import BoostedModel
+from colonnade.booster.plugin.checks import boosted_model, boosted_optimizer, kind_of
 from colonnade.booster.plugin.dataloader import StatefulDataLoader, make_dataloader
 from colonnade.booster.plugin.generation import generate
 from colonnade.booster.plugin.lora import add_lora, check_lora_model, check_no_adapters
@@ -30,7 +30,7 @@ from colonnade.booster.plugin.training_state import (
     save_training_state,
 )
 from colonnade.cluster.mesh import ParallelMesh
-from colonnade.errors import ConfigError, UsageError, explain
+from colonnade.errors import ConfigError, UsageError
 from colonnade.precision.clipping import Clipping
 from colonnade.precision.fused import prefer_fused
 from colonnade.precision.loss_scale import DynamicLossScale, LossScale
@@ -212,7 +212,7 @@ class DPPluginBase(Plugin):
     def backward(self, loss: torch.Tensor, optimizer: Optimizer) -> None:
         if not isinstance(loss, torch.Tensor):
             raise UsageError(
-                f"backward needs a loss, and was given {_kind(loss)}. Does the batch hold labels, from which the model makes one?"
+                f"backward needs a loss, and was given {kind_of(loss)}. Does the batch hold labels, from which the model makes one?"
             )
         boosted_optimizer(optimizer).backward(loss)
 
@@ -374,85 +374,3 @@ class DPPluginBase(Plugin):
             optimizer.names = {p: names for names, p in named if isinstance(p, nn.Parameter)}
         boosted.in_step = not self.support_no_sync()
         return boosted
-
-
-def check_boostable(model: Any, optimizer: Any) -> None:
-    """Refuse what cannot be boosted, before anything is changed.
-
-    Raises:
-        UsageError: no module, no optimizer, one that has been boosted before, or an optimizer of another model.
-    """
-    if isinstance(model, BoostedModel) or isinstance(optimizer, ParallelOptimizer):
-        what = "model" if isinstance(model, BoostedModel) else "optimizer"
-        raise UsageError(
-            f"this {what} has been boosted already; boost takes the plain one (boosted.unwrap(), optimizer.inner)."
-        )
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"boost takes a torch module as the model, and was given {_kind(model)}.")
-    if optimizer is None:
-        return
-    if not isinstance(optimizer, Optimizer):
-        raise UsageError(f"boost takes a torch optimizer, and was given {_kind(optimizer)}.")
-    own = set(model.parameters())
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    foreign = sum(p not in own for p in params)
-    if foreign:
-        raise UsageError(
-            explain(
-                f"{foreign} of the optimizer's {len(params)} parameters are not parameters of this {type(model).__name__}.",
-                [
-                    ("reason", "it was made from another model, or before the model's parameters were replaced"),
-                    ("try", "make the optimizer from model.parameters() right before boost"),
-                ],
-            )
-        )
-    if params and any(p.requires_grad for p in own) and not any(p.requires_grad for p in params):
-        raise UsageError(
-            explain(
-                f"none of the optimizer's {len(params)} parameters trains.",
-                [
-                    (
-                        "found",
-                        f"{sum(p.requires_grad for p in own)} parameters of the model that do, and are not in it",
-                    ),
-                    ("try", "make the optimizer after freezing and after booster.enable_lora"),
-                ],
-            )
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError(
-            "LBFGS is not possible here: its step runs the model several times, by a closure. Take AdamW, or one of colonnade.optim."
-        )
-
-
-def _kind(value: Any) -> str:
-    return f"a {type(value).__name__}: {value!r:.60}"
-
-
-def pristine_config(model: nn.Module) -> Any:
-    """A copy of the model's config, to be saved with it whatever a policy does to the original."""
-    return copy.deepcopy(getattr(model, "config", None))
-
-
-def boosted_model(model: Any) -> BoostedModel:
-    """The model, if it is one that `boost` returned.
-
-    Raises:
-        UsageError: it is not.
-    """
-    if isinstance(model, BoostedModel):
-        return model
-    raise UsageError(f"this needs the model that booster.boost(...) returned, and was given a {type(model).__name__}.")
-
-
-def boosted_optimizer(optimizer: Any) -> ParallelOptimizer:
-    """The optimizer, if it is one that `boost` returned.
-
-    Raises:
-        UsageError: it is not.
-    """
-    if isinstance(optimizer, ParallelOptimizer):
-        return optimizer
-    raise UsageError(
-        f"this needs the optimizer that booster.boost(...) returned, and was given {type(optimizer).__name__}."
-    )

@@ -13,13 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from colonnade.booster.plugin.plugin_base import (
-    Boosted,
-    DPPluginBase,
-    boosted_model,
-    check_boostable,
-    pristine_config,
-)
+from colonnade.booster.plugin.checks import boosted_model, check_boostable, pristine_config
+from colonnade.booster.plugin.plugin_base import Boosted, DPPluginBase
 from colonnade.booster.plugin.start import put_in_place, start_alike
 from colonnade.cluster.device import current_device
 from colonnade.cluster.mesh import Axis, ParallelMesh

@@ -12,7 +12,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from colonnade.booster.plugin.plugin_base import Boosted, DPPluginBase, check_boostable, pristine_config
+from colonnade.booster.plugin.checks import check_boostable, pristine_config
+from colonnade.booster.plugin.plugin_base import Boosted, DPPluginBase
 from colonnade.booster.plugin.start import start_alike
 from colonnade.cluster.mesh import ParallelMesh
 from colonnade.errors import ConfigError, explain

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import torch
 
+from colonnade.checkpoint.file_sum import FileSum
 from colonnade.checkpoint.manifest import Chunk, Key, Manifest, StoredTensor
 from colonnade.checkpoint.root import FILES, is_checkpoint
 from colonnade.checkpoint.staged_folder import StagedFolder
-from colonnade.checkpoint.tensor_file import SUFFIX, FileSum, write_tensors
+from colonnade.checkpoint.tensor_file import write_tensors
+from colonnade.checkpoint.tensor_header import SUFFIX
 from colonnade.checkpoint.training_load import Checkpoint, open_checkpoint, read_into
 from colonnade.cluster.mesh import Axis
 from colonnade.errors import ConfigError

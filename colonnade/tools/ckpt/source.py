@@ -13,7 +13,8 @@ from colonnade.checkpoint.hub_folder import has_weights, read_headers
 from colonnade.checkpoint.manifest import Key, StoredTensor
 from colonnade.checkpoint.remote import is_remote
 from colonnade.checkpoint.staged_folder import locate
-from colonnade.checkpoint.tensor_file import DTYPES, TensorFile
+from colonnade.checkpoint.tensor_file import TensorFile
+from colonnade.checkpoint.tensor_header import DTYPES
 from colonnade.checkpoint.training_items import IMPLEMENTATION
 from colonnade.checkpoint.training_load import Checkpoint, open_checkpoint, read_into
 from colonnade.cluster.mesh import Axis

@@ -6,9 +6,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from colonnade.checkpoint.file_sum import check_sum
 from colonnade.checkpoint.manifest import Manifest, read_manifest
 from colonnade.checkpoint.root import LATEST, find_checkpoint, steps_in
-from colonnade.checkpoint.tensor_file import KINDS, SUFFIX, TensorFile, check_sum
+from colonnade.checkpoint.tensor_file import TensorFile
+from colonnade.checkpoint.tensor_header import KINDS, SUFFIX
 from colonnade.errors import CheckpointError
 
 
