@@ -50,6 +50,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sample("*-token-weighted-loop", "*-num_items_in_batch-2 micro-batches")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("given", [{}, {"num_items_in_batch": 18}], ids=["token-weighted", "num_items_in_batch"])
 @pytest.mark.parametrize("plugin, world", TWO_REPLICAS)
@@ -84,6 +85,7 @@ def rank_without_targets():
     return batch
 
 
+@pytest.mark.sample("*-loop", "*-2 micro-batches")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("plugin", DATA_PARALLEL)
 def test_a_rank_without_targets_weighs_nothing(plugin, way):
@@ -113,6 +115,7 @@ def backward_masked_lm(plugin, batch, through):
     return getattr(run, through)(batch), run.gradients_by_step(), run.optimizer.grad_norm
 
 
+@pytest.mark.sample("*-unequal_batch-backward", "*-rank_without_targets-pipeline")
 @pytest.mark.parametrize("through", ["backward", "pipeline"])
 @pytest.mark.parametrize("batch_fn", [unequal_batch, rank_without_targets])
 @pytest.mark.parametrize("plugin", DATA_PARALLEL)

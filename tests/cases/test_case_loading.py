@@ -57,6 +57,7 @@ def loaded_and_trained(name, plugin, folder, precision):
     return left, losses, run.weights()
 
 
+@pytest.mark.sample("tp2-2", "pp2-2", "fsdp-2", "zero 1-2", "ddp-2", "pp2, tp2-4")
 @pytest.mark.parametrize("plugin, world", EVERY_ENGINE)
 def test_a_model_that_never_was_in_memory_trains_as_any(tmp_path, plugin, world):
     for name in ("LL", "LT"):

@@ -90,7 +90,7 @@ def count(name, ranks, style, numbers):
     return True
 
 
-@pytest.mark.sample("*-2-*", "llama-4-zbv")
+@pytest.mark.sample("llama tied-2-*", "llama-4-zbv")
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["llama", "llama tied"])
