@@ -152,6 +152,7 @@ def train(engine, name, precision, optimizer_fn=adamw):
     return losses, wanted, float(off / moved), worst_norm
 
 
+@pytest.mark.sample("*-bf16-adamw", "*-fp16-momentum")
 @pytest.mark.parametrize("optimizer_fn", [adamw, momentum])
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("engine", ALONE)
@@ -163,7 +164,7 @@ def test_over_one_rank_it_is_the_same_bits(engine, precision, optimizer_fn):
         assert norm <= 1e-6  # added up in another order
 
 
-@pytest.mark.sample("LT-*-bf16", "G2-*-fp16")
+@pytest.mark.sample("LT-*-bf16", "G2-*zero*-fp16", "G2-pp 2-fp16")
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["LT", "G2", "qwen3"])

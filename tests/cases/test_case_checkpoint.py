@@ -40,6 +40,7 @@ def config_of(folder):
     return {key: value for key, value in config.items() if key != "transformers_version"}
 
 
+@pytest.mark.sample("*-LT-38-156800")
 @pytest.mark.parametrize("model, keys, total_size", [("LL", 39, 164992), ("LT", 38, 156800)])
 @pytest.mark.parametrize(
     "plugin, world",
@@ -98,6 +99,7 @@ def load_step_save(plugin, precision, source, folder):
             run.booster.save_model(run.model, folder / f"{optimizer_fn.__name__} {trained}")
 
 
+@pytest.mark.sample("*bf16*")
 @pytest.mark.parametrize("precision, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 @pytest.mark.parametrize(
     "plugin, world",

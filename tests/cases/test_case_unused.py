@@ -111,6 +111,7 @@ def used_by_one_rank(name, user_rank):
     return gradients, run.optimizer.grad_norm, counting.steps()
 
 
+@pytest.mark.sample("*-1")
 @pytest.mark.parametrize("user_rank", [0, 1])
 @pytest.mark.parametrize("name", PLUGINS)
 def test_a_parameter_that_one_rank_uses_gets_the_mean_gradient(name, user_rank):
